@@ -7,9 +7,12 @@ tokens per second of both engines as a run uses them, group in, group out, throu
 the same requests in a plain loop in the same process. Both alternate, so that `wrapper_cost`, the share of speed that
 the replica costs, compares neighbours in time. Tokens end by length only.
 
-`weight_change`: the pause of a replica with requests in flight for new SmolLM2 weights, over the time of one copy of as
-many bytes in the same process. `start_up_s`: seconds from a fresh process to the first token, by phase. `--short` is
-the tiny sorter with one request on vLLM, and the start-up of the local engine.
+`weight_change`: a change to new weights in a replica with requests in flight: the stages of the change, and the time of
+one copy of as many bytes in the replica's process. One shard has SmolLM2; two have a model of its layers with 8 heads,
+because its 9 heads cannot be halved. `pause_over_memcpy` and `pause_tp2_over_memcpy` are the pauses over that copy;
+`checksum_s` is the time in which one shard sums its weights beside decoding. `start_up_s`: seconds from a fresh process
+to the first token, by phase. `--short` is the tiny sorter with one request on one shard of vLLM, and the start-up of
+the local engine.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, ignore_patterns
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,6 +83,8 @@ class Scale:
     engines: tuple[EngineName, ...] = ENGINES
     repeats: int = 3
     changes: int = 15
+    shards: tuple[int, ...] = (1, 2)
+    """Numbers of vLLM's shards whose weights change."""
     started: tuple[EngineName, ...] = ENGINES
     starts: int = 3
 
@@ -87,7 +92,9 @@ class Scale:
 SCALES: Mapping[Size, Scale] = {
     "full": Scale(),
     "quick": Scale(threads=(1,), changes=5, starts=1),
-    "short": Scale((1,), requests=(1,), engines=("vllm",), repeats=1, changes=1, started=("local",), starts=1),
+    "short": Scale(
+        (1,), requests=(1,), engines=("vllm",), repeats=1, changes=1, shards=(1,), started=("local",), starts=1
+    ),
 }
 
 
@@ -101,7 +108,7 @@ class BenchWorker(RolloutWorker):
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
     async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, object]:
-        """Measure staging, the pause, and a copy of as many bytes; requests stay in flight."""
+        """Measure staging, the pause, the checksums, and a copy of as many bytes; requests stay in flight."""
         import torch
         from safetensors.torch import load_file
 
@@ -110,7 +117,7 @@ class BenchWorker(RolloutWorker):
         weights = {n: t.to(getattr(torch, dtype)) for n, t in stored.items()}
         num_bytes = sum(t.nbytes for t in weights.values())
         source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-        seconds: dict[str, list[float]] = {"stage": [], "paused": [], "memcpy": []}
+        seconds: dict[str, list[float]] = {"stage": [], "paused": [], "checksum": [], "memcpy": []}
         requests = [Request(f"{i}", (5, 6, 7), Sampling(max_new_tokens=400), i) for i in range(8)]
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         for version in range(1, repeats + 2):
@@ -120,6 +127,8 @@ class BenchWorker(RolloutWorker):
             with timed(seconds["paused"]):
                 await engine.load(version, weights)
                 await engine.resume()
+            with timed(seconds["checksum"]):
+                await engine.checksums()
             await engine.pause()
             with timed(seconds["memcpy"]):
                 target.copy_(source)
@@ -179,34 +188,51 @@ def _endless(name: str, model: Path) -> str:
     return str(folder)
 
 
+def with_even_heads(model: Model) -> Model:
+    """A model like SmolLM2, with random weights, 8 attention heads and 4 heads of keys."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = FOLDER / "even_heads"
+    copytree(model.path, folder, dirs_exist_ok=True, ignore=ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(model.path, hidden_size=512, num_attention_heads=8, num_key_value_heads=4)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    return replace(model, name="even heads", path=str(folder))
+
+
 async def replicas(models: list[Model], scale: Scale) -> dict[str, object]:
     """Measure every model on every engine, and the changes of vLLM's weights for the last model."""
-    rates, costs, change = {}, {}, {}
+    rates, costs, changes = {}, {}, {}
     for model, threads, engine in product(models, scale.threads, scale.engines):
         key = f"{model.name} {engine} {threads} threads"
         async with replica(model, engine, threads) as pool:
             rates[key], cost = await speed(pool, model, engine, scale)
-            if (model, threads, engine) == (models[-1], 1, "vllm"):
-                change = await _worker(pool).call(BenchWorker.change, model.path, model.dtype, scale.changes)
         costs |= {f"{key} x{size}": value for size, value in cost.items()}
         progress(f"{key}: {rates[key]}, cost {cost}")
+    for shards in scale.shards:
+        model = models[-1] if shards == 1 else with_even_heads(models[-1])
+        async with replica(model, "vllm", 1, shards) as pool:
+            changes[shards] = await _worker(pool).call(BenchWorker.change, model.path, model.dtype, scale.changes)
+        progress(f"{model.name}, {shards} shards: {changes[shards]}")
+    one, two = changes[1], changes.get(2)
     return {
         "tokens_per_s": rates,
         "wrapper_cost": costs,
         "wrapper_cost_median": median(costs.values()),
-        "weight_change": change,
+        "weight_change": changes,
+        "pause_over_memcpy": one["pause_over_memcpy"],
+        "pause_tp2_over_memcpy": two and two["pause_over_memcpy"],
+        "checksum_s": {of: ms / 1e3 if of != "repeats" else ms for of, ms in one["checksum_ms"].items()},
     }
 
 
 @asynccontextmanager
-async def replica(model: Model, engine: EngineName, threads: int) -> AsyncIterator[RolloutPool]:
+async def replica(model: Model, engine: EngineName, threads: int, shards: int = 1) -> AsyncIterator[RolloutPool]:
     """Start a pool of one replica, as in a run."""
-    generator = GeneratorSpec(
-        engine=engine_spec(engine, model.path, model.dtype), change=WeightChange("inflight", 1.0), pulls="never"
-    )
+    sampler = replace(engine_spec(engine, model.path, model.dtype), tensor_parallel=shards)
+    generator = GeneratorSpec(engine=sampler, change=WeightChange("inflight", 1.0), pulls="never")
     spec = RolloutSpec(
         generators={POLICY: generator}, sampling=Sampling(max_new_tokens=model.num_tokens), max_prompt_tokens=64,
-        workflow=SingleTurn(), transfer_s=60.0, resources=Resources(num_cpus=1, threads=threads),
+        workflow=SingleTurn(), resources=Resources(num_cpus=1, threads=threads),
     )  # fmt: skip
 
     def one(name: str) -> Remote[RolloutWorker]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn, Workflow
 from rlsys.types import POLICY, Assignment, Sampling, Task
-from rlsys.weight_sync.sync import Manifest, Probe
+from rlsys.weight_sync.manifest import Bucket, Manifest, Probe, Rectangle, VersionPart, pack
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Engine, Request
 from workers.rollout.generator import Generator, WeightChange
@@ -21,7 +21,7 @@ from workers.rollout.group_route import PolicyText
 from workers.rollout.partial_responses import PartialStream
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.text.tokenizer import TextTokenizer
-from workers.transport.buckets import content_hash
+from workers.transport import checksums
 
 T = TypeVar("T")
 DIGIT = 5
@@ -33,7 +33,17 @@ def weights_of(version: int) -> dict[str, Tensor]:
 
 
 def hash_of(version: int) -> str:
-    return content_hash(weights_of(version))
+    return checksums.hash_of(weights_of(version))
+
+
+def manifest_of(
+    version: int, weights: Mapping[str, Tensor], probe: Probe | None = None, base: str | None = None
+) -> Manifest:
+    """Manifest of whole tensors that one rank publishes. Its buckets have no content."""
+    wholes = [Rectangle.whole(checksums.spec_of(name, tensor)) for name, tensor in weights.items()]
+    buckets = tuple(Bucket("", sum(r.num_bytes for r in pieces), pieces) for pieces in pack(wholes))
+    sums = {name: checksums.checksum_of(tensor) for name, tensor in weights.items()}
+    return Manifest((VersionPart(version, 0, 1, buckets, sums, probe, base),))
 
 
 @dataclass
@@ -62,9 +72,10 @@ class Shelf:
         version = self.version - 1 if self.late else self.version
         self.pulls.append(version)
         weights = weights_of(version)
+        manifest = manifest_of(version, weights, self.probe, self.base)
         if self.corrupted:
             weights["w"][1] += 1
-        return Manifest(version, hash_of(version), (), self.probe, self.base), weights
+        return manifest, weights
 
 
 def own_tokens(request: Request) -> Sequence[int]:

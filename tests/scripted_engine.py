@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion
+from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import Completion, ModelShapes, Request, check_weights
 from workers.engines.stepping import EngineJob, RequestLimits
-from workers.transport.checksums import hash_of
+from workers.transport.checksums import checksum_of, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,7 @@ class ScriptedEngine:
         self._reply, self._num_slots, self._tick_s = reply, num_slots, tick_s
         self._limits = RequestLimits(max_context, sys.maxunicode + 1)
         self._shapes, self._resident_versions, self._name = shapes, resident_versions, name
+        self._weights: Mapping[str, Tensor] = {}
         self._jobs: list[_Job] = []
         self._timer: TimerHandle | None = None
         self._num_tokens = 0
@@ -101,7 +103,7 @@ class ScriptedEngine:
             await self._job_left.wait()
             self._check_open()
 
-    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
+    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         self._check_open()
         self._check(weights)
         if self._resident_versions == 1:
@@ -112,8 +114,11 @@ class ScriptedEngine:
             held = ", ".join(map(str, self.versions))
             detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
             raise WorkerError(self._name, f"loading version {version}", detail)
-        self.version = version
-        return hash_of(weights)
+        self.version, self._weights = version, weights
+
+    async def checksums(self) -> Mapping[TensorSpec, int]:
+        self._check_open()
+        return {spec_of(name, tensor): checksum_of(tensor) for name, tensor in self._weights.items()}
 
     def _has_room(self) -> bool:
         return len(self.versions) < self._resident_versions

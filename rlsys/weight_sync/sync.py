@@ -36,6 +36,12 @@ class Replica(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def verify_weights(self, manifest: Manifest) -> str:
+        """Return the content hash of the weights that the engine computes with, which is that of `manifest`.
+
+        Raises `WeightsMismatch` naming the tensors that differ.
+        """
+
     async def verify_probe(self, manifest: Manifest) -> float | None:
         """Return the mean difference of the engine's logprobs to the probe, in nats; None without a probe.
 
@@ -48,25 +54,24 @@ class Replica(Protocol):
     def open_gate(self) -> None: ...
 
 
-async def change_weights(replica: Replica, manifest: Manifest, load: Callable[[], Awaitable[str]]) -> Acknowledged:
+async def change_weights(replica: Replica, manifest: Manifest, load: Callable[[], Awaitable[None]]) -> Acknowledged:
     """Move a replica to the weights of `manifest`, in the only order:
 
-    close the gate, pause, load (returns the content hash of the loaded weights), verify the hash, resume (always),
-    verify the probe, open the gate.
+    close the gate, pause, load, resume (always), verify the weights, verify the probe, open the gate.
 
-    On a failure the replica is stopped: its running work ends with an error and is reissued elsewhere. Its gate stays
-    closed, because its weights are unverified. Raises `WeightsMismatch`.
+    Both are verified while sampling continues. Tokens sampled before their end count only if both succeed: nothing
+    acknowledges the version before this function returns. On a failure the replica is stopped: its running work ends
+    with an error and is reissued elsewhere. Its gate stays closed, because its weights are unverified. Raises
+    `WeightsMismatch`.
     """
     replica.close_gate()
     try:
         await replica.pause()
         try:
-            held = await load()
-            if held != manifest.hash:
-                detail = f"version {manifest.version} was published as {manifest.hash}, but {held} is loaded"
-                raise WeightsMismatch(replica.name, "changing weights", detail)
+            await load()
         finally:
             await replica.resume()
+        held = await replica.verify_weights(manifest)
         difference = await replica.verify_probe(manifest)
     except BaseException as error:
         known = isinstance(error, WorkerError)

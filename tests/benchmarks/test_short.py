@@ -36,7 +36,10 @@ KEYS = {
         "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",
         "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
     },
-    "engines": {"tokens_per_s", "wrapper_cost", "wrapper_cost_median", "weight_change", "start_up_s"},
+    "engines": {
+        "tokens_per_s", "wrapper_cost", "wrapper_cost_median", "weight_change", "pause_over_memcpy",
+        "pause_tp2_over_memcpy", "checksum_s", "start_up_s",
+    },
     "gac": {"sorter, 0.44 M"},
     "losses": {"1k"},
     "overhead": {

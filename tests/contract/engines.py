@@ -14,6 +14,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -50,6 +52,21 @@ def llama(*, seed: int = 0) -> PreTrainedModel:
             vocab_size=NUM_VOCAB, tie_word_embeddings=True, initializer_range=0.2,
         )
     )  # fmt: skip
+
+
+def biased(*, seed: int = 0) -> PreTrainedModel:
+    """A model with biases, which are not 0, and an output layer that is not tied."""
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256,
+            vocab_size=NUM_VOCAB, tie_word_embeddings=False, initializer_range=0.2,
+        )
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    return model
 
 
 def local(
@@ -90,13 +107,13 @@ class Kit:
         """`tied` None: there is no model. A costly engine is used by one test after the other. An exact one gives the
         same tokens and logprobs in the last bit, however it came by its keys and values. `has_adapter`: the engine
         takes adapters of its model."""
-        self.tied, self.is_exact, self._has_adapter = tied, not is_costly, has_adapter
+        self.tied, self.is_exact, self.has_adapter = tied, not is_costly, has_adapter
         self._build, self._is_costly = build, is_costly
         self._kept: Engine | None = None
 
     def model(self, seed: int = 0) -> PreTrainedModel:
         """The model that computes with `weights(seed)`; that of seed 0 is version 3."""
-        return adapted(seed=seed) if self._has_adapter else qwen(tied=bool(self.tied), seed=seed)
+        return adapted(seed=seed) if self.has_adapter else qwen(tied=bool(self.tied), seed=seed)
 
     def weights(self, seed: int) -> Mapping[str, Tensor]:
         """Weights that the engine takes; those of seed 0 are version 3."""
@@ -145,12 +162,12 @@ def local_lora(**choices: Any) -> LocalEngine:
     return local(adapted(), lora=LORA, **choices)
 
 
-def vllm(*, tied: bool, **choices: Any) -> Engine:
-    """vLLM on a folder with the model of `Kit.model`; with `lora`, that model is the base."""
+def vllm(*, tied: bool, model: PreTrainedModel | None = None, **choices: Any) -> Engine:
+    """vLLM on a folder with `model`, or that of `Kit.model`; with `lora`, that model is the base."""
     from workers.engines.vllm import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:
-        qwen(tied=tied).save_pretrained(folder)
+        (model or qwen(tied=tied)).save_pretrained(folder)
         return VllmEngine(
             EngineSpec(model_path=folder, slots=8, max_context=CONTEXT, **choices),
             stop_token_ids=frozenset(), version=3, device=torch.device("cpu"), name="rollout-0",
@@ -227,6 +244,20 @@ async def change(engine: Engine, version: PolicyVersion, weights: Mapping[str, T
     await engine.pause()
     await engine.load(version, weights)
     await engine.resume()
+
+
+def in_bfloat16(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights as they are published for a model in bfloat16."""
+    return {name: tensor.bfloat16() for name, tensor in weights.items()}
+
+
+def stale(tensor: Tensor) -> Tensor:
+    """The bfloat16 tensor before a step at a learning rate of 1e-6: .37 % of the elements differ, by one bit."""
+    count = max(1, round(0.0037 * tensor.numel()))
+    changed = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0))[:count]
+    before = tensor.clone()
+    before.view(-1).view(torch.int16)[changed] ^= 1
+    return before
 
 
 async def turns(count: int) -> None:

@@ -40,7 +40,7 @@ class Bench:
         self.decoder = Decoder(model, num_slots=num_slots, max_context=160, stop_token_ids={5})
         self.decoder.warm_up()
         self.residents = Residents(model, 0)
-        self.residents.add(1, self.residents.lay_out(dict(make(seed=1).named_parameters()))[0])
+        self.residents.add(1, self.residents.lay_out(dict(make(seed=1).named_parameters())))
 
     def decode(self, arrivals: list[tuple[int, Request, PolicyVersion]]) -> list[Completion]:
         """Run requests that arrive at the given steps under the given version, as slots allow."""

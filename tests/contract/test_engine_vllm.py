@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError, ModelError
+from rlsys.weight_sync.manifest import TensorSpec, content_hash
 from tests.contract.engines import (
     CONTEXT,
     NUM_VOCAB,
     VLLM,
     Kit,
     ask,
+    biased,
+    change,
+    in_bfloat16,
     logprobs_by_hand,
-    qwen,
     run,
+    stale,
     vllm,
 )
 from workers.engines.engine import Engine, EngineSpec
-from workers.transport.checksums import hash_of
+from workers.transport.checksums import checksum_of, hash_of
 
 
 @VLLM
@@ -75,21 +83,107 @@ def test_vllm_takes_further_arguments_but_not_those_that_are_ours() -> None:
         vllm(tied=True, vllm_args={"blok_size": 64})
 
 
+SHARDED = [
+    pytest.param({}, id="whole"),
+    pytest.param({"lora": LoraSection(rank=4, alpha=6.0)}, id="lora"),  # a scale that is no power of two
+]
+
+
 @VLLM
-def test_a_sharded_vllm_takes_weights_like_any_other() -> None:
-    kit = Kit(lambda: vllm(tied=True, tensor_parallel=2), tied=True)
+@pytest.mark.parametrize("choices", SHARDED)
+def test_a_sharded_vllm_takes_weights_like_any_other(choices: dict[str, Any]) -> None:
+    """A shard has half of the attention heads, and the only head of keys is on both."""
+    kit = Kit(lambda: vllm(tied=True, tensor_parallel=2, **choices), tied=True, has_adapter="lora" in choices)
     others = set(multiprocessing.active_children())
     run(kit, lambda engine: _changes(engine, kit))
     assert set(multiprocessing.active_children()) <= others
 
 
 async def _changes(engine: Engine, kit: Kit) -> None:
-    await engine.stage(kit.weights(1))
-    await engine.pause()
-    assert await engine.load(4, kit.weights(1)) == hash_of(kit.weights(1))
-    await engine.resume()
-    done = await engine.generate(ask(new=20))
-    assert done.logprobs == pytest.approx(logprobs_by_hand(qwen(seed=1), ask(), done.output_ids), abs=1e-4)
+    assert await engine.checksums() == {}
+    weights = in_bfloat16(kit.weights(1))
+    running = asyncio.create_task(engine.generate(ask(new=200)))
+    for version, name in enumerate(sorted(weights)[:5], start=4):
+        await change(engine, version, {**weights, name: stale(weights[name])})
+        held = await engine.checksums()
+        assert [spec.name for spec, value in held.items() if value != checksum_of(weights[spec.name])] == [name]
+    await change(engine, 10, kit.weights(1))
+    assert content_hash(await engine.checksums()) == hash_of(kit.weights(1))
+    engine.abort("a")
+    await running
+    if not kit.has_adapter:
+        done = await engine.generate(ask(new=20))
+        assert done.logprobs == pytest.approx(logprobs_by_hand(kit.model(1), ask(), done.output_ids), abs=1e-4)
+
+
+@VLLM
+def test_sharded_biases_and_an_output_layer_in_bfloat16_are_summed() -> None:
+    model = biased().bfloat16()
+    weights = {name: p.detach() for name, p in biased(seed=1).bfloat16().named_parameters()}
+    assert {"model.layers.0.self_attn.k_proj.bias", "lm_head.weight"} < weights.keys()
+
+    async def scenario(engine: Engine) -> None:
+        for version in (4, 5):  # twice: packing widens a bias
+            await change(engine, version, weights)
+            assert await wrong_in(engine, weights) == []
+
+    run(lambda: vllm(tied=False, model=model, dtype="bfloat16", tensor_parallel=2), scenario)
+
+
+@VLLM
+def test_a_packed_copy_that_stays_behind_is_named() -> None:
+    """Also that of the embedding as the output layer."""
+    kit = Kit(lambda: vllm(tied=True), tied=True)
+
+    async def scenario(engine: Any) -> None:
+        model = engine._llm.model_executor.driver_worker.worker.model_runner.get_model()
+        for version, (layer, names) in enumerate(LAYERS.items(), start=4):
+            module = model.get_submodule(layer)
+            before = module.cpu_linear
+            await change(engine, version, kit.weights(version))
+            module.cpu_linear = before
+            assert [spec.name for spec in await wrong_in(engine, kit.weights(version))] == names
+
+    run(kit, scenario)
+
+
+LAYERS = {
+    "model.layers.1.mlp.down_proj": ["model.layers.1.mlp.down_proj.weight"],
+    "model.layers.0.self_attn.qkv_proj": [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"],
+    "lm_head": ["model.embed_tokens.weight"],
+}
+"""Layers of vLLM's model, and the published tensors of each."""
+
+
+@VLLM
+def test_one_wrong_element_of_a_packed_copy_is_found_within_some_versions() -> None:
+    """Of 64 columns, 8 are read back per version."""
+    from workers.engines.vllm_weights import COLUMNS, Packed
+
+    kit, layer, found = Kit(lambda: vllm(tied=True), tied=True), "model.layers.1.self_attn.o_proj", []
+    weights = kit.weights(1)
+    wrong = torch.nn.Linear(64, 64, bias=False)
+    wrong.weight.data = weights[f"{layer}.weight"].clone()
+    wrong.weight.data[5, 37] += 1e-3
+
+    async def scenario(engine: Any) -> None:
+        for turn in range(8):
+            await engine.stage(weights)
+            shadow = engine._llm.model_executor.driver_worker.worker.rlsys_shadow
+            with torch.no_grad():
+                shadow._staged[layer] = Packed.of(wrong, turn)
+            await change(engine, 4 + turn, weights)
+            found.extend((turn, spec.name) for spec in await wrong_in(engine, weights))
+
+    run(kit, scenario)
+    assert found == [(37 // COLUMNS, f"{layer}.weight")]
+
+
+async def wrong_in(engine: Engine, weights: Mapping[str, Tensor]) -> list[TensorSpec]:
+    """What the engine computes with that differs from the weights."""
+    held = await engine.checksums()
+    assert len(held) == len(weights)
+    return [spec for spec, value in held.items() if value != checksum_of(weights[spec.name])]
 
 
 @VLLM

@@ -9,23 +9,29 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from rlsys.config.schema import PROBE_TOLERANCE
 from rlsys.errors import WeightsMismatch
 from rlsys.types import VersionSpan
+from rlsys.weight_sync.manifest import Probe, content_hash
 from tests.contract.engines import (
     NUM_VOCAB,
     VLLM,
     Kit,
     ask,
+    change,
+    in_bfloat16,
     local,
     logprobs_by_hand,
     pause_after,
     qwen,
     run,
+    stale,
     vllm,
     with_a_model,
 )
 from workers.engines.engine import Completion, Engine
-from workers.transport.checksums import hash_of
+from workers.train.lora import published
+from workers.transport.checksums import checksum_of, hash_of, spec_of
 
 
 def test_tokens_after_a_weight_change_carry_the_new_version(kit: Kit) -> None:
@@ -56,12 +62,53 @@ def test_a_request_made_after_a_weight_change_has_one_version(kit: Kit) -> None:
     assert run(kit, scenario).versions == (VersionSpan(7, 6),)
 
 
-def test_load_acknowledges_the_content_hash(kit: Kit) -> None:
-    async def scenario(engine: Engine) -> str:
-        await engine.pause()
-        return await engine.load(4, kit.weights(1))
+def test_checksums_add_up_to_the_published_content_hash(kit: Kit) -> None:
+    """Also while requests run, and of weights published in a narrower dtype."""
 
-    assert run(kit, scenario) == hash_of(kit.weights(1))
+    async def scenario(engine: Engine) -> None:
+        running = asyncio.create_task(engine.generate(ask(new=200)))
+        for version, weights in ((4, kit.weights(1)), (5, in_bfloat16(kit.weights(2)))):
+            await change(engine, version, weights)
+            held = await engine.checksums()
+            assert held.keys() == {spec_of(name, tensor) for name, tensor in weights.items()}
+            assert content_hash(held) == hash_of(weights)
+        engine.abort("a")
+        await running
+
+    run(kit, scenario)
+
+
+@with_a_model
+def test_a_tensor_stale_in_few_elements_is_named_although_the_probe_tolerates_it(kit: Kit) -> None:
+    """As after a step at a learning rate of 1e-6, which changes .37 % of the elements by one bit."""
+    model, ids = kit.model(1), tuple(range(1, 40))
+    weights = in_bfloat16(kit.weights(1))
+    for name, parameter in published(model).items():
+        parameter.data = weights[name].float()
+    probe = Probe(ids, tuple(logprobs_by_hand(model, ask(prompt=ids[:1]), ids[1:])))
+
+    async def scenario(engine: Engine) -> None:
+        for version, name in enumerate(sorted(weights), start=4):
+            await change(engine, version, {**weights, name: stale(weights[name])})
+            held = await engine.checksums()
+            wrong = [spec.name for spec, value in held.items() if value != checksum_of(weights[spec.name])]
+            assert wrong == [name]
+            assert probe.difference(await engine.score(ids)) < PROBE_TOLERANCE["bfloat16"]
+
+    run(kit, scenario)
+
+
+def test_weights_that_would_be_narrowed_are_refused_by_name() -> None:
+    async def scenario(engine: Engine) -> None:
+        await engine.pause()
+        weights = {name: p.detach() for name, p in qwen().bfloat16().named_parameters()}
+        with pytest.raises(
+            WeightsMismatch, match=r"model\.norm\.weight is torch\.float32, .* narrow to torch\.bfloat16"
+        ):
+            await engine.load(4, weights | {"model.norm.weight": weights["model.norm.weight"].float()})
+        assert engine.version == 3
+
+    run(lambda: local(qwen().bfloat16()), scenario)
 
 
 def test_mismatched_weights_are_all_named_and_change_nothing(kit: Kit) -> None:
@@ -94,8 +141,9 @@ def test_staging_ahead_changes_nothing_until_the_load(kit: Kit) -> None:
             await engine.stage(weights)
         assert await running == before
         await engine.pause()
-        assert await engine.load(4, weights) == hash_of(weights)
+        await engine.load(4, weights)
         await engine.resume()
+        assert content_hash(await engine.checksums()) == hash_of(weights)
         assert (await engine.generate(ask(new=40))).versions == (VersionSpan(4, 40),)
 
     run(kit, scenario)
@@ -157,7 +205,9 @@ def test_tokens_after_a_weight_change_come_from_the_new_weights() -> None:
     assert done.logprobs[count:] == pytest.approx([-math.log(NUM_VOCAB)] * (50 - count), abs=1e-6)
 
 
-def test_a_tied_output_layer_may_be_published_or_left_out() -> None:
+@VLLM
+@pytest.mark.parametrize("make", [local, lambda: vllm(tied=True)])
+def test_a_tied_output_layer_may_be_published_or_left_out(make: Callable[[], Engine]) -> None:
     weights = {k: p.detach() for k, p in qwen(seed=1).named_parameters()}
     assert "lm_head.weight" not in weights
 
@@ -165,11 +215,12 @@ def test_a_tied_output_layer_may_be_published_or_left_out() -> None:
         outputs = []
         for extra in ({}, {"lm_head.weight": weights["model.embed_tokens.weight"]}):
             await engine.pause()
-            assert await engine.load(4, weights | extra) == hash_of(weights | extra)
+            await engine.load(4, weights | extra)
             await engine.resume()
+            assert content_hash(await engine.checksums()) == hash_of(weights | extra)
             outputs.append(await engine.generate(ask()))
         return outputs
 
-    left_out, published = run(local, scenario)
-    assert left_out.logprobs == published.logprobs
-    assert left_out.logprobs == pytest.approx(logprobs_by_hand(qwen(seed=1), ask(), left_out.output_ids), abs=1e-5)
+    left_out, named = run(make, scenario)
+    assert left_out.logprobs == named.logprobs
+    assert left_out.logprobs == pytest.approx(logprobs_by_hand(qwen(seed=1), ask(), left_out.output_ids), abs=1e-4)

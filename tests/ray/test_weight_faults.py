@@ -18,7 +18,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.types import POLICY, Sampling
-from rlsys.weight_sync.manifest import Manifest
+from rlsys.weight_sync.manifest import Manifest, TensorSpec
 from rlsys.weight_sync.relay import Relay, RelayPeer, Store
 from tests.jobs import config_of
 from workers.engines.engine import EngineSpec
@@ -29,7 +29,7 @@ from workers.relay.relay_pool import RayRelays
 from workers.rollout.generator import WeightChange
 from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
-from workers.transport.checksums import hash_of
+from workers.transport.checksums import checksum_of, spec_of
 from workers.worker_set import PolicyWorkers, WorkerSet, start_actor, start_rewards, start_rollouts
 
 Lie = Literal["one flipped bit", "bytes of the version before", "the version before"]
@@ -103,20 +103,22 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
 
 
 async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker:
-    """A replica whose engine says it took version `FAULTY` in, and goes on with the one before; its successor works."""
+    """A replica whose engine has the checksums of version `FAULTY`, and computes with the one before; its successor
+    works."""
     worker = await RolloutWorker.of(name, spec, {POLICY: relays.route}, None)
     engine = worker.generator._engine
     honest = engine.load
-    used: list[Mapping[str, Tensor]] = []
+    given: list[Mapping[str, Tensor]] = []
 
-    async def load(version: int, weights: Mapping[str, Tensor]) -> str:
-        if version == FAULTY and "." not in name:
-            await honest(version, used[-1])
-            return hash_of(weights)
-        used.append(weights)
-        return await honest(version, weights)
+    async def load(version: int, weights: Mapping[str, Tensor]) -> None:
+        given.append(weights)
+        is_faulty = version == FAULTY and "." not in name
+        await honest(version, given[-2] if is_faulty else weights)
 
-    engine.load = load
+    async def checksums() -> Mapping[TensorSpec, int]:
+        return {spec_of(name, tensor): checksum_of(tensor) for name, tensor in given[-1].items()}
+
+    engine.load, engine.checksums = load, checksums
     return worker
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import WeightsMismatch
 from rlsys.types import EngineStats, PolicyVersion, Sampling, VersionSpan
+from rlsys.weight_sync.manifest import TensorSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
     from transformers import PreTrainedModel
 
     from rlsys.config import Config
@@ -193,15 +194,25 @@ class Engine(Protocol):
         as `load` does.
         """
 
-    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """Load all weights, or those of the adapter, while paused. Returns their content hash.
+    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        """Load all weights, or those of the adapter, while paused. `checksums` says what the engine then computes with.
 
-        A tied output layer may be left out. Tensors are cast to the engine's dtype. With one resident version, they
+        A tied output layer may be left out. Tensors are widened to the engine's dtype. With one resident version, they
         replace the old weights; running requests keep their cached keys and values or recompute them, as configured.
         With several `resident_versions`, the old sets stay: running requests end on their version, and a version
         without requests is evicted. No request reuses keys and values of another version from a prefix cache. Raises
-        `WeightsMismatch` naming every missing, unknown or misshapen tensor, and `WorkerError` if there is no room
-        because the set was not staged. In both cases nothing changes.
+        `WeightsMismatch` naming every missing, unknown, misshapen or narrowed tensor, and `WorkerError` if there is no
+        room because the set was not staged. In both cases nothing changes.
+        """
+
+    async def checksums(self) -> Mapping[TensorSpec, int]:
+        """Checksum of every tensor of the newest weights, under the spec that it was published with.
+
+        They are computed from what the engine computes with, in its own layout, and cast back to the published dtype,
+        which is exact. Each shard sums its part; what several shards have counts once. An engine leaves a tensor out if
+        it keeps that tensor in another form. Empty before the first `load`.
+
+        Decoding continues. Do not call it between `stage` and `load`.
         """
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -221,25 +232,38 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Shapes of a model's tensors by name, as a trainer publishes them."""
+    """Shapes and dtypes of a model's tensors by name, as an engine takes them."""
 
     known: Mapping[str, tuple[int, ...]]
     """Every name with its shape, including tied tensors."""
     required: frozenset[str]
     """Names that every set of weights must contain."""
+    dtypes: Mapping[str, dtype] = field(default_factory=dict)
+    """The dtype that the engine computes with, by name; a tensor without one may have any."""
+    first_names: Mapping[str, str] = field(default_factory=dict)
+    """For every known name, the required name of the same tensor: `model.embed_tokens.weight` for a tied
+    `lm_head.weight`."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelShapes:
+    def of(cls, model: PreTrainedModel, dtype: dtype | None = None) -> ModelShapes:
         """Shapes of a Hugging Face model, which may be on the meta device. Of a model with an adapter, only those of
-        the adapter."""
+        the adapter. `dtype` None: each parameter's."""
         from workers.train.lora import published
 
-        every = published(model, has_aliases=True)
-        return cls({n: tuple(p.shape) for n, p in every.items()}, frozenset(published(model)))
+        every, first = published(model, has_aliases=True), published(model)
+        names = {id(parameter): name for name, parameter in first.items()}
+        return cls(
+            known={name: tuple(parameter.shape) for name, parameter in every.items()},
+            required=frozenset(first),
+            dtypes={name: dtype or parameter.dtype for name, parameter in every.items()},
+            first_names={name: names[id(parameter)] for name, parameter in every.items()},
+        )
 
 
 def check_weights(worker: str, weights: Mapping[str, Tensor], shapes: ModelShapes) -> None:
-    """Raise `WeightsMismatch` naming every tensor that is missing, unknown or misshapen."""
+    """Raise `WeightsMismatch` naming every tensor that is missing, unknown, misshapen, or would lose digits."""
+    from torch import promote_types
+
     known = shapes.known
     problems = [f"missing {name}" for name in sorted(shapes.required - weights.keys())]
     problems += [f"unknown {name}" for name in sorted(weights.keys() - known.keys())]
@@ -247,6 +271,11 @@ def check_weights(worker: str, weights: Mapping[str, Tensor], shapes: ModelShape
         f"{name} has shape {tuple(weights[name].shape)}, the engine's has {known[name]}"
         for name in sorted(weights.keys() & known.keys())
         if tuple(weights[name].shape) != known[name]
+    ]
+    problems += [
+        f"{name} is {weights[name].dtype}, which the engine would narrow to {shapes.dtypes[name]}"
+        for name in sorted(weights.keys() & shapes.dtypes.keys())
+        if promote_types(weights[name].dtype, shapes.dtypes[name]) != shapes.dtypes[name]
     ]
     if problems:
         raise WeightsMismatch(

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rlsys.errors import WorkerError
 from rlsys.types import EngineStats, PolicyVersion
+from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.decoder import Decoder
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.train.lora import published
-from workers.transport.checksums import hash_of
+from workers.transport.checksums import checksum_of, spec_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,9 @@ class LocalEngine(SteppingEngine):
         name: str,
     ) -> None:
         self._shapes, self._residents = ModelShapes.of(model), Residents(model, version)
-        self._staged: tuple[Mapping[str, Tensor], tuple[Mapping[str, Tensor], str]] | None = None
+        self._specs: tuple[TensorSpec, ...] = ()
+        """Of the newest weights, as they were published."""
+        self._staged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
         """Weights as given to `stage`, and what `Residents.lay_out` made of them."""
         self._seeking_room: list[Future[None]] = []
         self._decoder = Decoder(
@@ -69,10 +72,13 @@ class LocalEngine(SteppingEngine):
         await future
         self._staged = weights, await to_thread(self._residents.lay_out, weights)
 
-    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """See `Engine.load`. The hash is that of the model's parameters after the change."""
+    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         load = self._replace if self._spec.resident_versions == 1 else self._add
-        return await self._ask(f"loading version {version}", partial(load, version, weights), self._spec.load_s)
+        await self._ask(f"loading version {version}", partial(load, version, weights), self._spec.load_s)
+
+    async def checksums(self) -> Mapping[TensorSpec, int]:
+        """See `Engine.checksums`: of the model's parameters, in a separate thread."""
+        return await to_thread(self._residents.checksums, self._specs)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         return await self._ask("scoring", partial(self._score, token_ids))
@@ -140,16 +146,16 @@ class LocalEngine(SteppingEngine):
         self._residents.use(self._version)
         return self._decoder.score(token_ids)
 
-    def _replace(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
+    def _replace(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights; running jobs continue under the new ones."""
         check_weights(self._name, weights, self._shapes)
-        held = self._residents.overwrite(version, weights)
+        self._residents.overwrite(version, weights)
         if self._spec.kv_cache == "recompute" and self._decoder.jobs:
             self._decoder.recompute(PREFILL_TOKENS)
+        self._specs = _specs_of(weights)
         self._become(version)
-        return held
 
-    def _add(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
+    def _add(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         """Add a set of weights; running jobs end on the old ones."""
         check_weights(self._name, weights, self._shapes)
         staged, self._staged = self._staged, None
@@ -157,12 +163,10 @@ class LocalEngine(SteppingEngine):
             held = ", ".join(map(str, self.versions))
             detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
             raise WorkerError(self._name, f"loading version {version}", detail)
-        laid_out = staged[1] if staged and staged[0] is weights else self._residents.lay_out(weights)
-        tensors, content = laid_out
+        tensors = staged[1] if staged and staged[0] is weights else self._residents.lay_out(weights)
         self._residents.add(version, tensors)
-        self._version = version
+        self._specs, self._version = _specs_of(weights), version
         self._evict()
-        return content
 
     def _has_room(self) -> bool:
         return len(self.versions) < self._spec.resident_versions
@@ -188,10 +192,7 @@ class Residents:
 
     def __init__(self, model: PreTrainedModel, version: PolicyVersion) -> None:
         """Register the model's current weights as `version`."""
-        self._parameters = published(model)
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        every = published(model, has_aliases=True).items()
-        self._name_of = {alias: names[id(parameter)] for alias, parameter in every}  # tied tensors have several
+        self._parameters, self._name_of = published(model), ModelShapes.of(model).first_names
         own = {name: p.data for name, p in self._parameters.items()}
         self._sets: dict[PolicyVersion, Mapping[str, Tensor]] = {version: own}  # replaced, not mutated: threads read it
         self._used = version
@@ -202,27 +203,27 @@ class Residents:
         return tuple(self._sets)
 
     @torch.no_grad()
-    def overwrite(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """Copy weights over the only set and assign it `version`. Returns the hash of the set's content."""
+    def overwrite(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights over the only set and assign it `version`."""
         (tensors,) = self._sets.values()
         for name, tensor in weights.items():
             tensors[self._name_of[name]].copy_(tensor)
         self._sets = {version: tensors}
         self._used = version
-        return hash_of({name: tensors[self._name_of[name]] for name in weights})
 
     @torch.no_grad()
-    def lay_out(self, weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:
-        """Lay out weights as a new set, which shares equal tensors with the newest set. Thread-safe.
-
-        Returns the set in the model's layout, and the hash of the given tensors after their cast.
-        """
+    def lay_out(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Lay out weights as a new set, which shares equal tensors with the newest set. Thread-safe."""
         newest = list(self._sets.values())[-1]
-        tensors = {
+        return {
             self._name_of[name]: _shared_or_copied(tensor, newest[self._name_of[name]])
             for name, tensor in weights.items()
         }
-        return tensors, hash_of({name: tensors[self._name_of[name]] for name in weights})
+
+    def checksums(self, specs: Iterable[TensorSpec]) -> dict[TensorSpec, int]:
+        """Checksums of the newest set, cast back to the published dtypes. Thread-safe."""
+        newest = list(self._sets.values())[-1]
+        return {spec: checksum_of(newest[self._name_of[spec.name]].to(getattr(torch, spec.dtype))) for spec in specs}
 
     def add(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
         """Add a set from `lay_out` as the newest."""
@@ -249,6 +250,10 @@ class Residents:
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]
         self._used = version
+
+
+def _specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(spec_of(name, tensor) for name, tensor in weights.items())
 
 
 def _shared_or_copied(given: Tensor, own: Tensor) -> Tensor:

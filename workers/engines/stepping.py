@@ -67,7 +67,7 @@ class _Turn:
 
 
 class SteppingEngine(ABC):
-    """Implements `Engine` except `load`, `stage` and `score`. `version` is that of the model's initial weights."""
+    """Implements `Engine` except `load`, `stage`, `checksums` and `score`. `version` is that of the first weights."""
 
     def __init__(
         self, name: str, spec: EngineSpec, *, version: PolicyVersion, num_vocab: int, stop_token_ids: frozenset[int]

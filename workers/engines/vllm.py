@@ -7,27 +7,26 @@ token is known. With `tensor_parallel` > 1, only the shards are separate process
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import threading
-from asyncio import Future, get_running_loop, to_thread
+from asyncio import Future, get_running_loop
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlsys.errors import ConfigError, ModelError, RlsysError, WorkerDied
+from rlsys.errors import ConfigError, ModelError, WorkerDied
 from rlsys.types import EngineStats, PolicyVersion
 from rlsys.util.seeds import continuation_seed
+from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.engines.vllm_layout import summed
 from workers.engines.vllm_lora import VllmAdapter
+from workers.engines.vllm_shards import OwnShard, ShardProcesses, Shards
 from workers.train.lora import add_adapter
 from workers.train.model_loading import outline
 from workers.train.routing import Routers
-from workers.transport.checksums import hash_of
+from workers.transport.checksums import spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,35 +107,55 @@ class VllmEngine(SteppingEngine):
         self._llm = _start(device, ours, spec.vllm_args)
         if spec.lora:
             add_adapter(model, spec.lora, spec.model_path)
-        self._shapes = ModelShapes.of(model)
+        self._shapes = ModelShapes.of(model, getattr(torch, spec.dtype))
         if self._adapter:  # requests name the adapter from the first one on: it starts without effect
             self._adapter.load(self._llm, {name: torch.zeros(shape) for name, shape in self._shapes.known.items()})
         self._jobs: dict[str, EngineJob] = {}
         self._scoring: dict[str, Future[tuple[float, ...]]] = {}
-        self._num_requests = self._num_tokens = self._num_cached = 0
-        self._staged: tuple[Mapping[str, Tensor], str] | None = None
-        self._staging = threading.Lock()
+        self._num_requests = self._num_tokens = self._num_cached = self._num_loads = 0
+        self._specs: tuple[TensorSpec, ...] = ()
+        """Of the newest weights, as they were published."""
+        self._staged: Mapping[str, Tensor] | None = None
+        """The weights that are ready to be loaded."""
+        self._shards: Shards = OwnShard(self._llm, name)
+        if spec.tensor_parallel > 1:
+            self._shards = ShardProcesses(self._llm, name, spec.tensor_parallel, spec.load_s, self._ask)
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         super().__init__(name, spec, version=version, num_vocab=num_vocab, stop_token_ids=stop_token_ids)
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
-        """See `Engine.stage`: checks, hashes and, on a CPU, lays out a second set of weights, in a separate thread. An
-        adapter is only hashed."""
+        """See `Engine.stage`: on a CPU, every shard lays out a second set of its weights, in a separate thread. An
+        adapter, which is small, is only checked."""
+        if self._staged is weights:
+            return
         check_weights(self._name, weights, self._shapes)
+        self._staged = None
         if self._adapter is None:
-            prepare = partial(self._llm.collective_rpc, "rlsys_prepare")
+            specs = [TensorSpec(n, self._spec.dtype, self._shapes.known[n]) for n in sorted(self._shapes.required)]
+            prepare = partial(self._llm.collective_rpc, "rlsys_prepare", args=(specs,))
             await self._ask("preparing for weights", prepare, self._spec.load_s)
-        try:
-            held = await to_thread(self._stage, weights)
-        except RlsysError:
-            raise
-        except Exception as error:
-            raise WorkerDied(self._name, "staging weights", f"{error!r}; restart the worker") from error
-        self._staged = (weights, held)
+            await self._shards.stage(weights)
+        self._staged = weights
 
-    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        """See `Engine.load`. The hash is that of the given tensors, before casting and sharding."""
-        return await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
+    async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        await self.stage(weights)
+        await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
+
+    async def checksums(self) -> Mapping[TensorSpec, int]:
+        """See `Engine.checksums`. Left out are tensors that vLLM computes with while loading them, and those of layers
+        that keep their weights in another form than their loader's, as experts on CUDA do: only the probe covers them.
+        """
+        if not self._specs:
+            return {}
+        first_names = (self._shapes.first_names[spec.name] for spec in self._specs)
+        firsts = [TensorSpec(name, spec.dtype, spec.shape) for name, spec in zip(first_names, self._specs, strict=True)]
+        if self._adapter:
+            parts = await self._adapter.part_sums(self._shards)
+        else:
+            dtypes = {spec.name: spec.dtype for spec in firsts}
+            parts = await self._shards.call("summing weights", "rlsys_checksums", dtypes)
+        sums = summed(parts, firsts)
+        return {spec: sums[first] for spec, first in zip(self._specs, firsts, strict=True) if first in sums}
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         future: Future[tuple[float, ...]] = get_running_loop().create_future()
@@ -211,8 +230,8 @@ class VllmEngine(SteppingEngine):
 
         self._num_requests += 1
         name = str(self._num_requests)
-        # The salt separates the prefix caches of versions.
-        prompt = TokensPrompt(prompt_token_ids=list(ids), cache_salt=f"version {self._version}")
+        # The salt separates the prefix caches of loads: two loads may give one version different weights.
+        prompt = TokensPrompt(prompt_token_ids=list(ids), cache_salt=f"load {self._num_loads}")
         request = self._llm.input_processor.process_inputs(
             name,
             prompt,
@@ -269,50 +288,23 @@ class VllmEngine(SteppingEngine):
             job = self._jobs.pop(name)
             self._answer(job.future, job.completion("abort"))
 
-    def _load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> str:
-        staged, self._staged = self._staged, None
-        if staged is not None and staged[0] is weights:
-            held = staged[1]
-        else:
-            check_weights(self._name, weights, self._shapes)
-            if self._adapter is None:
-                self._llm.collective_rpc("rlsys_prepare")
-            held = self._stage(weights)
+    def _load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        self._staged, self._num_loads = None, self._num_loads + 1
         if self._adapter:
             self._adapter.load(self._llm, weights)
         else:
-            if self._spec.tensor_parallel > 1:
-                self._share(weights)
             self._llm.collective_rpc("rlsys_swap")
         if self._spec.kv_cache == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._specs = tuple(spec_of(name, tensor) for name, tensor in weights.items())
         self._become(version)
-        return held
-
-    def _stage(self, weights: Mapping[str, Tensor]) -> str:
-        """Stage the weights. With several shards, only hash them: the shards are busy, and load them in `_load`. An
-        adapter is only hashed too, because it is small."""
-        if self._adapter is None and self._spec.tensor_parallel == 1:
-            with self._staging:  # the thread of a cancelled call may still run
-                self._llm.collective_rpc("rlsys_stage", args=(weights,))
-        return hash_of(weights)
-
-    def _share(self, weights: Mapping[str, Tensor]) -> None:
-        """Pass the weights to the shards' processes in a file in memory, because vLLM does not send tensors to them."""
-        from safetensors.torch import save_file
-
-        memory, num_bytes = Path("/dev/shm"), sum(tensor.nbytes for tensor in weights.values())
-        has_room = memory.is_dir() and shutil.disk_usage(memory).free > 2 * num_bytes
-        with tempfile.TemporaryDirectory(dir=memory if has_room else None) as folder:
-            path = str(Path(folder, "weights.safetensors"))
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
-            self._llm.collective_rpc("rlsys_stage", args=(path,))
 
     def _start_up(self) -> None:
         torch.get_num_threads()  # sets OpenMP's thread count for this thread, before vLLM reads it
 
     def _shut_down(self) -> None:
         self._llm.engine_core.shutdown()
+        self._shards.close()
         if self._adapter:
             self._adapter.close()
 

@@ -7,20 +7,31 @@ in memory, from which every shard reads it. Ran on the CPU only; on CUDA it neve
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
+from safetensors.torch import load_file
+
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError
-from workers.train.adapter_files import write_adapter
-from workers.train.lora import peft_config, targets_in
+from workers.engines.vllm_layout import PartSum, View, memory_of, rectangle_of
+from workers.train.adapter_files import WEIGHTS, write_adapter
+from workers.train.lora import PREFIX, A, B, peft_config, targets_in
+from workers.transport.checksums import checksum, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    from workers.engines.vllm_shards import Shards
+
+
+ADAPTER_ID = 1
+"""Number of the adapter in vLLM."""
 
 
 class VllmAdapter:
@@ -29,6 +40,7 @@ class VllmAdapter:
     def __init__(self, model: PreTrainedModel, lora: LoraSection, path: str) -> None:
         """`model` is the outline of the model at `path`, without an adapter. Raises `ModelError`, `ConfigError`."""
         self._config, self._rank = peft_config(model, lora, path), _rank_of_vllm(lora.rank)
+        self._scale = lora.alpha / lora.rank
         self._targets = targets_in(model, lora, path)
         memory = Path("/dev/shm")
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-adapter-", dir=memory if memory.is_dir() else None)
@@ -47,12 +59,17 @@ class VllmAdapter:
         """The adapter as each request names it. With `reads_again`, vLLM replaces its content from the folder."""
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest("policy", 1, self._folder.name, load_inplace=reads_again)
+        return LoRARequest("policy", ADAPTER_ID, self._folder.name, load_inplace=reads_again)
 
     def load(self, llm: LLMEngine, weights: Mapping[str, Tensor]) -> None:
         """Replace the adapter's content. No step may be running."""
         write_adapter(Path(self._folder.name), weights, self._config, base="")
         llm.add_lora(self.request(reads_again=True))
+
+    async def part_sums(self, shards: Shards) -> Sequence[list[PartSum]]:
+        """Checksums of every shard's part of the adapter."""
+        arguments = (self._folder.name, ADAPTER_ID, self._scale)
+        return await shards.call("summing weights", "rlsys_adapter_checksums", *arguments)
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -68,3 +85,37 @@ def _rank_of_vllm(rank: int) -> int:
             f"train.lora.rank: {rank} is above {ranks[-1]}, the largest of vLLM; lower it, or set rollout.engine=local"
         )
     return next(each for each in ranks if each >= rank)
+
+
+def adapter_sums(manager: Any, folder: str, adapter_id: int, scale: float) -> Iterator[PartSum]:  # noqa: ANN401  (vLLM's)
+    """Checksums of this shard's part of an adapter, as its slot in vLLM's `manager` has it.
+
+    vLLM multiplies B by `scale` while it loads an adapter, and that cannot be undone exactly. So the tensors of the
+    file, from which vLLM loaded, are cut and multiplied again: what then equals the slot is what the slot has.
+    """
+    given, slot = load_file(Path(folder, WEIGHTS)), manager.lora_index_to_id.index(adapter_id)
+    for layer_name, layer in manager.modules.items():
+        parts = manager.packed_modules.get(layer_name, [layer_name])  # `qkv_proj` has three
+        for end, stacked, cut, factor in (
+            (A, layer.lora_a_stacked, layer.slice_lora_a, 1.0),
+            (B, layer.lora_b_stacked, layer.slice_lora_b, scale),
+        ):
+            names = [f"{PREFIX}{part}{end}" for part in parts]
+            wholes = [given.get(name) for name in names]
+            if layer.tp_size > 1:
+                pieces = cut(wholes) if len(wholes) > 1 else [cut(wholes[0])]
+            else:
+                pieces = wholes
+            for name, whole, piece, of_slots in zip(names, wholes, pieces, stacked, strict=True):
+                if whole is not None and piece is not None and memory_of(piece) == memory_of(whole):
+                    yield _part_sum(name, whole, piece, of_slots[slot, 0], factor)
+
+
+def _part_sum(name: str, whole: Tensor, piece: Tensor, in_slot: Tensor, factor: float) -> PartSum:
+    """Checksum of a piece of the tensor `whole`, whose product with `factor` should be in a slot."""
+    held = in_slot[: piece.shape[0], : piece.shape[1]]
+    has_it = torch.equal(held, piece.to(held.device, held.dtype) * factor)
+    rectangle = rectangle_of(View.of(piece, whole), spec_of(name, whole))
+    assert rectangle is not None, "vLLM cuts adapters along one dimension"
+    value = checksum(piece if has_it else held.to(piece.dtype), whole.shape, rectangle.offset)
+    return PartSum(name, rectangle.offset, rectangle.shape, value)

@@ -14,7 +14,8 @@ from rlsys.contracts import Busy
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.util.deadlines import remote
-from rlsys.weight_sync.sync import Manifest, change_weights
+from rlsys.weight_sync.manifest import Manifest
+from rlsys.weight_sync.sync import change_weights
 from workers.engines.engine import Completion, Engine, EngineChoice, Request
 from workers.rollout.group_route import EngineStay, GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import PartialStream, usable
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 ACKNOWLEDGEMENTS_KEPT = 64
 """Newest versions whose acknowledgement is kept. Older ones are kept while running groups may have their tokens."""
+NAMED = 3
+"""Tensors that an error names; it counts the others."""
 REPLACEABLE = (WorkerDied, DeadlineExceeded, WeightsMismatch)
 """Failures that replace the worker and reissue the group."""
 
@@ -322,8 +325,22 @@ class Generator:
     async def resume(self) -> None:
         await self._engine.resume()
 
+    async def verify_weights(self, manifest: Manifest) -> str:
+        """Check every tensor that the engine computes with. A step changes few of the rounded weights, and logprobs so
+        little that the probe's tolerance would let a stale tensor pass."""
+        held = await self._engine.checksums()
+        wrong = sorted(spec.name for spec, value in held.items() if manifest.checksums.get(spec) != value)
+        if wrong:
+            detail = (
+                f"the engine computes with other values than those published of {_first(wrong)}; the bytes were "
+                "damaged on their way, or the engine left a tensor as it was: restart the replica"
+            )
+            raise WeightsMismatch(self.name, f"verifying version {manifest.version}", detail)
+        return manifest.hash
+
     async def verify_probe(self, manifest: Manifest) -> float | None:
-        """Check that the engine computes with the published weights; the hash only checks the bytes.
+        """Check that the engine computes as the trainer does: also what is no weight, and weights left out by
+        `Engine.checksums`.
 
         Returns the mean difference of logprobs. Cannot detect weights whose logprobs differ by less than the tolerance.
         """
@@ -358,6 +375,12 @@ class Generator:
         if self._recording:
             self._recording.cancel()
         await self._engine.close()
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names, and how many there are: `a, b, c and 7 more of 10 tensors`."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more} ({len(names)} tensors)"
 
 
 def _kind(base: str | None) -> str:

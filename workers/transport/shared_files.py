@@ -79,7 +79,9 @@ class SharedMemoryTransport:
         if pin and num_bytes:
             import torch
 
-            torch.cuda.cudart().cudaHostRegister(own.data.ctypes.data, num_bytes, 0)
+            runtime = torch.cuda.cudart()
+            assert runtime is not None, "pinned memory is for a GPU"
+            runtime.cudaHostRegister(own.data.ctypes.data, num_bytes, 0)
         return own.data
 
     def share(self, memory: np.ndarray, start: int, end: int) -> Ref:

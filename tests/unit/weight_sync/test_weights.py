@@ -12,10 +12,11 @@ from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.monitoring.events import Events, WeightsPublished
 from rlsys.testing import EventRecorder, FakeWorld, run_virtual
 from rlsys.types import Acknowledged, Group
-from rlsys.weight_sync.sync import Manifest, WeightSync, change_weights
+from rlsys.weight_sync.manifest import Manifest, VersionPart
+from rlsys.weight_sync.sync import WeightSync, change_weights
 from tests.groups import group
 
-MANIFEST = Manifest(version=4, hash="cafe", buckets=())
+MANIFEST = Manifest((VersionPart(4, 0, 1, ()),))
 
 
 @dataclass
@@ -23,8 +24,10 @@ class Diary:
     """A replica that writes down what is done to it."""
 
     name: str = "rollout-0"
+    held: str | None = "cafe"
+    """Hash of the weights that it computes with; None if it cannot load."""
     lies: bool = False
-    """Does it compute with other weights than those it says it holds?"""
+    """Does it compute otherwise than the trainer, with the same weights?"""
     done: list[str] = field(default_factory=list)
 
     def close_gate(self) -> None:
@@ -39,6 +42,12 @@ class Diary:
     def open_gate(self) -> None:
         self.done.append("open gate")
 
+    async def verify_weights(self, manifest: Manifest) -> str:
+        self.done.append("verify")
+        if self.held != "cafe":
+            raise WeightsMismatch(self.name, f"verifying version {manifest.version}", "other values of w")
+        return self.held
+
     async def verify_probe(self, manifest: Manifest) -> float:
         self.done.append("prove")
         if self.lies:
@@ -48,39 +57,41 @@ class Diary:
     async def stop(self, why: WorkerError) -> None:
         self.done.append("stop")
 
-    async def load(self, held: str | None) -> str:
+    async def load(self) -> None:
         self.done.append("load")
-        if held is None:
+        if self.held is None:
             raise WeightsMismatch(self.name, "loading weights", "missing w")
-        return held
 
 
-def changed(replica: Diary, held: str | None) -> Acknowledged:
-    return asyncio.run(change_weights(replica, MANIFEST, lambda: replica.load(held)))
+def changed(replica: Diary) -> Acknowledged:
+    return asyncio.run(change_weights(replica, MANIFEST, replica.load))
 
 
 def test_a_weight_change_has_one_order():
     replica = Diary()
-    assert changed(replica, "cafe") == Acknowledged("rollout-0", 4, "cafe", 0.01)
-    assert replica.done == ["close gate", "pause", "load", "resume", "prove", "open gate"]
+    assert changed(replica) == Acknowledged("rollout-0", 4, "cafe", 0.01)
+    assert replica.done == ["close gate", "pause", "load", "resume", "verify", "prove", "open gate"]
 
 
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [("beef", "rollout-0 while changing weights: version 4 .* cafe, but beef is loaded"), (None, "missing w")],
-)
-def test_unverified_weights_stop_the_replica_with_its_gate_closed(held, message):
-    replica = Diary()
-    with pytest.raises(WeightsMismatch, match=message):
-        changed(replica, held)
+def test_weights_that_do_not_load_stop_the_replica_with_its_gate_closed():
+    replica = Diary(held=None)
+    with pytest.raises(WeightsMismatch, match="missing w"):
+        changed(replica)
     assert replica.done == ["close gate", "pause", "load", "resume", "stop"]
+
+
+def test_other_weights_than_published_stop_the_replica_with_its_gate_closed():
+    replica = Diary(held="beef")
+    with pytest.raises(WeightsMismatch, match="rollout-0 while verifying version 4: other values of w"):
+        changed(replica)
+    assert replica.done == ["close gate", "pause", "load", "resume", "verify", "stop"]
 
 
 def test_a_replica_that_computes_with_other_weights_is_stopped():
     replica = Diary(lies=True)
     with pytest.raises(WeightsMismatch, match="verifying version 4"):
-        changed(replica, "cafe")
-    assert replica.done == ["close gate", "pause", "load", "resume", "prove", "stop"]
+        changed(replica)
+    assert replica.done == ["close gate", "pause", "load", "resume", "verify", "prove", "stop"]
 
 
 def test_a_cancelled_load_resumes_and_stops_too():
@@ -89,10 +100,10 @@ def test_a_cancelled_load_resumes_and_stops_too():
     async def main() -> None:
         loading = asyncio.Event()
 
-        async def never() -> str:
+        async def never() -> None:
             replica.done.append("load")
             loading.set()
-            return await asyncio.get_running_loop().create_future()
+            await asyncio.get_running_loop().create_future()
 
         change = asyncio.create_task(change_weights(replica, MANIFEST, never))
         await loading.wait()

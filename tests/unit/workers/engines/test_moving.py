@@ -241,10 +241,10 @@ def test_a_replica_that_is_taking_in_weights_refuses_guests():
     loading, go_on = asyncio.Event(), asyncio.Event()
     load = team.engines[1].load
 
-    async def slow(version: int, weights: Mapping[str, Tensor]) -> str:
+    async def slow(version: int, weights: Mapping[str, Tensor]) -> None:
         loading.set()
         await go_on.wait()
-        return await load(version, weights)
+        await load(version, weights)
 
     async def scenario() -> None:
         await team.ready()

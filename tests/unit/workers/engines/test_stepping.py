@@ -13,6 +13,7 @@ from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
 from rlsys.types import EngineStats, Sampling
 from rlsys.util import deadlines
+from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import Completion, EngineSpec, Request
 from workers.engines.stepping import EngineJob, SteppingEngine
 
@@ -56,8 +57,11 @@ class Stuck(SteppingEngine):
 
     async def stage(self, weights: Mapping[str, Tensor]) -> None: ...
 
-    async def load(self, version: int, weights: Mapping[str, Tensor]) -> str:
-        return await self._ask(f"loading version {version}", lambda: "held")
+    async def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        await self._ask(f"loading version {version}", lambda: None)
+
+    async def checksums(self) -> dict[TensorSpec, int]:
+        return {}
 
 
 def ask(name: str) -> Request:

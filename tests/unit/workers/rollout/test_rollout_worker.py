@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal, TypeVar
 
@@ -13,9 +14,10 @@ from torch import Tensor
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError, WorkflowError
 from rlsys.types import Acknowledged, Sampling, VersionSpan
-from rlsys.weight_sync.sync import Manifest, Probe
-from tests.replicas import DIGIT, Shelf, assignment, hash_of, replica_of, scripted, until
+from rlsys.weight_sync.manifest import Manifest, Probe, TensorSpec
+from tests.replicas import DIGIT, Shelf, assignment, hash_of, own_tokens, replica_of, scripted, until
 from tests.replicas import played as played_on
+from tests.scripted_engine import ScriptedEngine
 from workers.rollout.generator import ACKNOWLEDGEMENTS_KEPT
 from workers.rollout.rollout_worker import RolloutWorker
 
@@ -250,13 +252,11 @@ def test_a_corrupted_tensor_closes_the_gate_for_good():
         await worker.run(assignment(1))
         shelf.put(2)
         shelf.corrupted = True
-        with pytest.raises(WeightsMismatch, match=f"version 2 was published as {hash_of(2)}, but .* is loaded"):
+        with pytest.raises(WeightsMismatch, match=r"verifying version 2: .* than those published of w \(1 tensors\)"):
             await worker.run(assignment(2))
         shelf.corrupted = False
         for version in (1, 2):
-            with pytest.raises(
-                WeightsMismatch, match=r"earlier weight change failed, .* while changing weights: version 2"
-            ):
+            with pytest.raises(WeightsMismatch, match=r"earlier weight change failed, .* while verifying version 2: "):
                 await worker.run(assignment(version))
         assert worker.generator.acknowledged == Acknowledged("rollout-0", 1, hash_of(1))
 
@@ -300,6 +300,48 @@ def test_a_group_running_under_a_corrupted_change_is_not_returned():
             await worker.run(assignment(1))
         with pytest.raises(WorkerDied):
             await running
+
+    played(worker, scenario)
+
+
+class Verifying(ScriptedEngine):
+    """Sums its weights only once `may_end` is set."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(own_tokens, shapes={"w": (2,)}, version=version, name="verifying")
+        self.is_verifying, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def checksums(self) -> Mapping[TensorSpec, int]:
+        self.is_verifying.set()
+        await self.may_end.wait()
+        return await super().checksums()
+
+
+@pytest.mark.parametrize("corrupted", [False, True])
+def test_tokens_sampled_before_the_weights_are_verified_count_only_if_they_are(corrupted: bool):
+    shelf, engine = Shelf(), Verifying(version=-1)
+    worker = replica_of(shelf, engine, when="inflight")
+
+    async def scenario() -> None:
+        engine.may_end.set()
+        running = asyncio.create_task(worker.run(assignment(0)))
+        await until(lambda: engine.stats().num_tokens == 4)
+        engine.may_end.clear()
+        engine.is_verifying.clear()
+        shelf.put(1)
+        shelf.corrupted = corrupted
+        newer = asyncio.create_task(worker.run(assignment(1)))
+        await engine.is_verifying.wait()
+        await until(lambda: engine.stats().num_running == 0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not running.done()
+        engine.may_end.set()
+        with pytest.raises(WeightsMismatch) if corrupted else nullcontext():
+            await newer
+        done, _ = await running
+        assert {span.version for span in done.group.versions} == {0, 1}
+        assert [a.version for a in done.group.weights] == ([0] if corrupted else [0, 1])
 
     played(worker, scenario)
 
