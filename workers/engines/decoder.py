@@ -2,10 +2,11 @@
 
 Law: **a job's tokens and logprobs do not depend on the other jobs in its batch**, bit for bit in float32 on the CPU.
 Sums of floats depend on their order, and kernels choose the order by shape. Every row has the same order if the rows of
-a matrix product come in multiples of 8 and attention sees keys in multiples of 32: forwards are padded to these sizes.
-(Fewer than four rows take another code path, as does the tail of an activation.) Attention of one query also sums in
-another order than attention of many. So the keys and values of a prompt come from one forward over it. Those of sampled
-tokens come from rows of one query each: one step at a time, or many rows at once for a request that began elsewhere.
+a matrix product come in multiples of 16 and attention sees keys in multiples of 32: forwards are padded to these sizes.
+(Fewer than four rows take another code path, eight do on some processors, and so does the tail of an activation.)
+Attention of one query also sums in another order than attention of many. So the keys and values of a prompt come from
+one forward over it. Those of sampled tokens come from rows of one query each: one step at a time, or many rows at once
+for a request that began elsewhere.
 
 Neighbouring jobs of one version are a *run*: they step together, under the weights of that version.
 
@@ -30,7 +31,7 @@ from workers.train.routing import RoutingRecorder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROW_MULTIPLE = 8
+ROW_MULTIPLE = 16
 KEY_MULTIPLE = 32
 
 
@@ -230,7 +231,7 @@ class Decoder:
         positions_BL = torch.arange(length, device=self._device)[None]
         keep = sorted({len(prompt) - 1 for prompt in prompts})
         columns_B = self._tensor([keep.index(len(prompt) - 1) for prompt in prompts])
-        multiple = ROW_MULTIPLE // gcd(ROW_MULTIPLE, len(prompts))  # the output layer's rows come in eights, too
+        multiple = ROW_MULTIPLE // gcd(ROW_MULTIPLE, len(prompts))  # the output layer's rows come in as many, too
         keep += keep[-1:] * (_up(len(keep), multiple) - len(keep))
         self._cache.look(first, len(prompts), positions_BL, _up(length, KEY_MULTIPLE))
         logits_BLV = self._forward(ids_BL, positions_BL, self._tensor(keep))
