@@ -78,6 +78,7 @@ class LocalEngine(SteppingEngine):
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
         """See `Engine.checksums`: of the model's parameters, in a separate thread."""
+        self._check_open("summing weights")
         return await to_thread(self._residents.checksums, self._specs)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:

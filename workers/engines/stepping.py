@@ -183,14 +183,18 @@ class SteppingEngine(ABC):
     def _submit(self, queue: deque[T], item: T, future: Future | None, what: str) -> None:
         """Queue `item` for the step thread, which always answers `future`."""
         with self._lock:
-            if self._end:
-                raise self._error(self._end, what or "taking a command")
+            self._check_open(what or "taking a command")
             if future:
                 self._pending[future] = what
             queue.append(item)
         if future and self._watched is not (loop := future.get_loop()):
             self._watched = loop
             deadlines.ticker().call_later(self._spec.step_s / LOOKS, self._watch)
+
+    def _check_open(self, what: str) -> None:
+        """Raise the error that ended the engine, if it has ended."""
+        if self._end:
+            raise self._error(self._end, what)
 
     def _watch(self) -> None:
         """End the engine if its thread has been in one turn for longer than the deadline.

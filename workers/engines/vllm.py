@@ -138,6 +138,7 @@ class VllmEngine(SteppingEngine):
         self._staged = weights
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        self._check_open(f"loading version {version}")
         await self.stage(weights)
         await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
 
@@ -145,6 +146,7 @@ class VllmEngine(SteppingEngine):
         """See `Engine.checksums`. Left out are tensors that vLLM computes with while loading them, and those of layers
         that keep their weights in another form than their loader's, as experts on CUDA do: only the probe covers them.
         """
+        self._check_open("summing weights")
         if not self._specs:
             return {}
         first_names = (self._shapes.first_names[spec.name] for spec in self._specs)
