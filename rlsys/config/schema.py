@@ -118,8 +118,9 @@ class RolloutSection(Section):
     weight_change: Literal["between", "inflight", "beside"] = "between"
     """Loading of new weights. between: load once no group is running, so a trajectory has one version. inflight: pause
     running sequences, swap the weights, and continue decoding; each token records its version. beside: load next to the
-    old weights; running sequences end on the old ones, and new ones start at once; not with vLLM. A turn then has one
-    version, while a trajectory may mix versions from turn to turn; the bound on staleness applies."""
+    old weights; running sequences end on the old ones, and new ones start at once; in vLLM only adapters (train.lora).
+    A turn then has one version, while a trajectory may mix versions from turn to turn; the bound on staleness
+    applies."""
     resident_versions: Annotated[int, Field(ge=2)] | None = None
     """Most sets of weights in one replica with weight_change `beside`; a further set waits until no sequence runs on
     the oldest. None: 2."""
@@ -369,7 +370,7 @@ class Config(Section):
     """`type` (the name of an installed stabilizer, or `module:Name` of yours; default gac) and its keys; null: none."""
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
-    train: TrainSection = TrainSection()
+    train: TrainSection = Field(default=TrainSection(), validate_default=True)
     asynchrony: AsynchronySection = AsynchronySection()
     curation: CurationSection = CurationSection()
     reference: ReferenceSection = ReferenceSection()
@@ -530,13 +531,25 @@ class Config(Section):
             problems.append((("tensor_parallel",), f"{shards} needs the engine vllm: local has no shards"))
         if rollout.num_gpus and rollout.num_gpus < shards:
             problems.append((("num_gpus",), f"should be {shards}, one for each shard (rollout.tensor_parallel)"))
-        if is_beside and (rollout.engine == "vllm" or shards > 1):
-            problems.append((("weight_change",), "beside needs the engine local: vllm keeps one version at a time"))
         if rollout.resident_versions is not None and not is_beside:
             text = f"needs weight_change beside: with {change} a replica keeps one version at a time"
             problems.append((("resident_versions",), text))
         refuse(problems)
         return rollout
+
+    @field_validator("train")
+    @classmethod
+    def _fits_the_replicas(cls, train: TrainSection, info: ValidationInfo) -> TrainSection:
+        rollout = info.data.get("rollout")
+        if rollout is None or rollout.weight_change != "beside" or train.lora is not None:
+            return train
+        if rollout.engine == "vllm" or rollout.tensor_parallel > 1:
+            text = (
+                "should be set: with rollout.weight_change beside, vLLM keeps several adapters, and one version of "
+                "whole weights; or set rollout.engine to local"
+            )
+            raise nested([(("lora",), text)])
+        return train
 
     @field_validator("train")
     @classmethod

@@ -251,7 +251,8 @@ def engine_of(config: Config) -> Literal["local", "vllm"]:
     rollout = config.rollout
     if rollout.engine != "auto":
         return rollout.engine
-    return "vllm" if rollout.tensor_parallel > 1 or (rollout.num_gpus and config.resident_versions == 1) else "local"
+    fits_vllm = config.resident_versions == 1 or config.train.lora is not None
+    return "vllm" if rollout.tensor_parallel > 1 or (rollout.num_gpus and fits_vllm) else "local"
 
 
 def context_of(config: Config) -> int:

@@ -135,7 +135,8 @@ def test_close_ends_every_call_and_leaves_no_thread_behind(kit: Kit) -> None:
         await kit.close(engine)
         ends = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(end, WorkerDied) for end in ends)
-        for later in (engine.generate(ask()), engine.pause(), engine.load(9, {}), engine.resume()):
+        later_calls = (engine.generate(ask()), engine.pause(), engine.load(9, {}), engine.resume(), engine.checksums())
+        for later in later_calls:
             with pytest.raises(WorkerDied, match="closed"):
                 await later
         engine.abort("a")

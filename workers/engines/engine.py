@@ -212,7 +212,7 @@ class Engine(Protocol):
         which is exact. Each shard sums its part; what several shards have counts once. An engine leaves a tensor out if
         it keeps that tensor in another form. Empty before the first `load`.
 
-        Decoding continues. Do not call it between `stage` and `load`.
+        Decoding continues. Do not call it between `stage` and `load`. Raises `WorkerDied` as `generate` does.
         """
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:

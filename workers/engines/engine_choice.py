@@ -36,14 +36,14 @@ def choose(
     """Resolve the engine `auto` and give the reason; any other name is returned as it is.
 
     vLLM serves every GPU that it is installed for. On a CPU, its start-up pays off for models above `WORTH_PARAMETERS`.
-    It can load only one version of the weights at a time.
+    It can load several versions of an adapter, and only one of whole weights.
     """
     if spec.engine != "auto":
         return EngineChoice(spec.engine, "as configured")
     if spec.tensor_parallel > 1:
         return EngineChoice("vllm", "local has no shards")
-    if spec.resident_versions > 1:
-        return EngineChoice("local", "vLLM keeps one version at a time")
+    if spec.resident_versions > 1 and spec.lora is None:
+        return EngineChoice("local", "vLLM keeps one version of whole weights at a time")
     if spec.records_routing and device.type == "cpu":
         return EngineChoice("local", "vLLM records no experts on a CPU")
     reason = f"the device is {device.type}"
@@ -68,10 +68,11 @@ async def start_engine(
     """
     engine: Engine
     if name == "vllm":
-        if spec.resident_versions > 1:
+        if spec.resident_versions > 1 and spec.lora is None:
             raise ConfigError(
-                f"rollout.resident_versions: {spec.resident_versions} versions side by side, and vLLM holds one; set "
-                "rollout.engine=local, or a rollout.weight_change other than beside"
+                f"rollout.resident_versions: {spec.resident_versions} versions side by side, and vLLM holds one of "
+                "whole weights; train an adapter (train.lora), set rollout.engine=local, or a rollout.weight_change "
+                "other than beside"
             )
         from workers.engines.vllm import VllmEngine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio import Future, get_running_loop, to_thread
+from asyncio import to_thread
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlsys.errors import WorkerError
 from rlsys.types import EngineStats, PolicyVersion
 from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.decoder import Decoder
@@ -47,7 +46,6 @@ class LocalEngine(SteppingEngine):
         """Of the newest weights, as they were published."""
         self._staged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
         """Weights as given to `stage`, and what `Residents.lay_out` made of them."""
-        self._seeking_room: list[Future[None]] = []
         self._decoder = Decoder(
             model,
             num_slots=spec.slots,
@@ -67,9 +65,7 @@ class LocalEngine(SteppingEngine):
         if self._spec.resident_versions == 1 or (self._staged is not None and self._staged[0] is weights):
             return
         self._staged = None
-        future: Future[None] = get_running_loop().create_future()
-        self._post(partial(self._seek_room, future), future, "waiting for room for one more version")
-        await future
+        await self._find_room()
         self._staged = weights, await to_thread(self._residents.lay_out, weights)
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
@@ -78,6 +74,7 @@ class LocalEngine(SteppingEngine):
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
         """See `Engine.checksums`: of the model's parameters, in a separate thread."""
+        self._check_open("summing weights")
         return await to_thread(self._residents.checksums, self._specs)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -159,27 +156,15 @@ class LocalEngine(SteppingEngine):
         """Add a set of weights; running jobs end on the old ones."""
         check_weights(self._name, weights, self._shapes)
         staged, self._staged = self._staged, None
-        if version not in self.versions and not self._has_room():
-            held = ", ".join(map(str, self.versions))
-            detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
-            raise WorkerError(self._name, f"loading version {version}", detail)
+        self._check_room(version)
         tensors = staged[1] if staged and staged[0] is weights else self._residents.lay_out(weights)
         self._residents.add(version, tensors)
         self._specs, self._version = _specs_of(weights), version
         self._evict()
 
-    def _has_room(self) -> bool:
-        return len(self.versions) < self._spec.resident_versions
-
-    def _seek_room(self, future: Future[None]) -> None:
-        self._seeking_room.append(future)
-        self._evict()
-
     def _evict(self) -> None:
-        """Evict versions without running jobs, and unblock a `stage` that waits for room."""
         self._residents.evict_all_but({job.version for job in self._decoder.jobs})
-        while self._seeking_room and self._has_room():
-            self._answer(self._seeking_room.pop(), None)
+        self._grant_room()
 
 
 class Residents:

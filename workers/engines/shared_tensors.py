@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -45,6 +46,7 @@ class TensorMemory:
         """`worker` is the name in errors."""
         self._worker, self._file = worker, os.memfd_create("rlsys-weights")
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._writing = threading.Lock()
 
     def write(self, weights: Mapping[str, Tensor]) -> SharedTensors:
         """Copy tensors into the memory. Raises `WorkerError` if the machine has too little."""
@@ -52,11 +54,12 @@ class TensorMemory:
         for name, tensor in weights.items():
             places.append((spec_of(name, tensor), end))
             end += padded(tensor.nbytes)
-        if end > len(self._memory):
-            reserve(self._file, end, self._worker)
-            self._memory = mapped(self._file, end)
-        for spec, begin in places:
-            _view(self._memory, spec, begin).copy_(weights[spec.name])
+        with self._writing:  # the thread of a cancelled call may still write
+            if end > len(self._memory):
+                reserve(self._file, end, self._worker)
+                self._memory = mapped(self._file, end)
+            for spec, begin in places:
+                _view(self._memory, spec, begin).copy_(weights[spec.name])
         return SharedTensors(f"/proc/{os.getpid()}/fd/{self._file}", end, tuple(places))
 
     def close(self) -> None:

@@ -78,6 +78,8 @@ class SteppingEngine(ABC):
         self._waiting: deque[EngineJob] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         self._pending: dict[Future, str] = {}
+        self._seeking_room: list[Future[None]] = []
+        """Calls that wait until one more version fits."""
         self._outbox: list[tuple[Future, object]] = []
         """Answers of this turn: futures, and what resolves them."""
         self._is_paused = self._is_closing = False
@@ -114,6 +116,9 @@ class SteppingEngine(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
+
+    def _evict(self) -> None:  # noqa: B027  (with one version, there is nothing to evict)
+        """Evict versions without running jobs, except the newest, and `_grant_room`."""
 
     def _start_up(self) -> None:  # noqa: B027  (nothing to prepare is common)
         """Prepare the step thread; called first on it."""
@@ -170,6 +175,12 @@ class SteppingEngine(ABC):
         if not isinstance(self._end, DeadlineExceeded):
             await to_thread(self._thread.join)
 
+    async def _find_room(self) -> None:
+        """Return once one more version fits; unblocked by the requests of an older version ending."""
+        future: Future[None] = get_running_loop().create_future()
+        self._post(partial(self._seek_room, future), future, "waiting for room for one more version")
+        await future
+
     async def _ask(self, what: str, work: Callable[[], T], deadline_s: float | None = None) -> T:
         """Run `work` on the step thread between two steps, within `deadline_s` or the deadline of a step."""
         future: Future[T] = get_running_loop().create_future()
@@ -183,14 +194,18 @@ class SteppingEngine(ABC):
     def _submit(self, queue: deque[T], item: T, future: Future | None, what: str) -> None:
         """Queue `item` for the step thread, which always answers `future`."""
         with self._lock:
-            if self._end:
-                raise self._error(self._end, what or "taking a command")
+            self._check_open(what or "taking a command")
             if future:
                 self._pending[future] = what
             queue.append(item)
         if future and self._watched is not (loop := future.get_loop()):
             self._watched = loop
             deadlines.ticker().call_later(self._spec.step_s / LOOKS, self._watch)
+
+    def _check_open(self, what: str) -> None:
+        """Raise the error that ended the engine, if it has ended."""
+        if self._end:
+            raise self._error(self._end, what)
 
     def _watch(self) -> None:
         """End the engine if its thread has been in one turn for longer than the deadline.
@@ -258,6 +273,25 @@ class SteppingEngine(ABC):
 
     def _set_closing(self) -> None:
         self._is_closing = True
+
+    def _seek_room(self, future: Future[None]) -> None:
+        self._seeking_room.append(future)
+        self._evict()
+
+    def _has_room(self) -> bool:
+        return len(self.versions) < self._spec.resident_versions
+
+    def _grant_room(self) -> None:
+        """Unblock a `_find_room`, if one more version fits."""
+        while self._seeking_room and self._has_room():
+            self._answer(self._seeking_room.pop(), None)
+
+    def _check_room(self, version: PolicyVersion) -> None:
+        """Raise `WorkerError` if `version` is none of those held, and does not fit beside them."""
+        if version not in self.versions and not self._has_room():
+            held = ", ".join(map(str, self.versions))
+            detail = f"requests run on each of the versions held: {held}; wait in `stage`, or raise resident_versions"
+            raise WorkerError(self._name, f"loading version {version}", detail)
 
     def _become(self, version: PolicyVersion) -> None:
         """Switch to `version` for all new tokens."""

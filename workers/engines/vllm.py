@@ -21,7 +21,7 @@ from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.engines.vllm_layout import summed
-from workers.engines.vllm_lora import VllmAdapter
+from workers.engines.vllm_lora import VllmAdapters
 from workers.engines.vllm_shards import OwnShard, ShardProcesses, Shards
 from workers.train.lora import add_adapter
 from workers.train.model_loading import outline
@@ -81,7 +81,7 @@ class VllmEngine(SteppingEngine):
     ) -> None:
         """Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument."""
         model = outline(spec.model_path)
-        self._adapter = VllmAdapter(model, spec.lora, spec.model_path) if spec.lora else None
+        self._adapters = VllmAdapters(model, spec.lora, spec.model_path, spec.resident_versions) if spec.lora else None
         self._routers = Routers(model) if spec.records_routing else None
         if self._routers and device.type == "cpu":
             raise ConfigError(
@@ -97,7 +97,7 @@ class VllmEngine(SteppingEngine):
             "max_num_seqs": sequences,
             "tensor_parallel_size": spec.tensor_parallel,
             "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "mp",
-            **(self._adapter.arguments if self._adapter else {}),
+            **(self._adapters.arguments if self._adapters else {}),
             **({"enable_return_routed_experts": True} if self._routers else {}),
         }
         if device.type == "cpu":
@@ -108,11 +108,14 @@ class VllmEngine(SteppingEngine):
         if spec.lora:
             add_adapter(model, spec.lora, spec.model_path)
         self._shapes = ModelShapes.of(model, getattr(torch, spec.dtype))
-        if self._adapter:  # requests name the adapter from the first one on: it starts without effect
-            self._adapter.load(self._llm, {name: torch.zeros(shape) for name, shape in self._shapes.known.items()})
+        if self._adapters:  # requests name an adapter from the first one on: it starts without effect
+            zeros = {name: torch.zeros(shape) for name, shape in self._shapes.known.items()}
+            self._adapters.load(self._llm, version, zeros)
         self._jobs: dict[str, EngineJob] = {}
-        self._scoring: dict[str, Future[tuple[float, ...]]] = {}
+        self._scoring: dict[str, tuple[Future[tuple[float, ...]], PolicyVersion]] = {}
         self._num_requests = self._num_tokens = self._num_cached = self._num_loads = 0
+        self._loads: dict[PolicyVersion, int] = {version: 0}  # replaced, not mutated: another thread reads it
+        """The loaded versions, oldest first, and the number of the load of each."""
         self._specs: tuple[TensorSpec, ...] = ()
         """Of the newest weights, as they were published."""
         self._staged: Mapping[str, Tensor] | None = None
@@ -123,14 +126,20 @@ class VllmEngine(SteppingEngine):
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         super().__init__(name, spec, version=version, num_vocab=num_vocab, stop_token_ids=stop_token_ids)
 
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        return tuple(self._loads)
+
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.stage`: on a CPU, every shard lays out a second set of its weights, in a separate thread. An
-        adapter, which is small, is only checked."""
+        adapter, which is small, only waits for room."""
         if self._staged is weights:
             return
         check_weights(self._name, weights, self._shapes)
         self._staged = None
-        if self._adapter is None:
+        if self._spec.resident_versions > 1:
+            await self._find_room()
+        if self._adapters is None:
             specs = [TensorSpec(n, self._spec.dtype, self._shapes.known[n]) for n in sorted(self._shapes.required)]
             prepare = partial(self._llm.collective_rpc, "rlsys_prepare", args=(specs,))
             await self._ask("preparing for weights", prepare, self._spec.load_s)
@@ -138,19 +147,24 @@ class VllmEngine(SteppingEngine):
         self._staged = weights
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
-        await self.stage(weights)
+        self._check_open(f"loading version {version}")
+        if self._spec.resident_versions == 1:
+            await self.stage(weights)
+        else:  # the pause is no time to wait for room
+            check_weights(self._name, weights, self._shapes)
         await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
         """See `Engine.checksums`. Left out are tensors that vLLM computes with while loading them, and those of layers
         that keep their weights in another form than their loader's, as experts on CUDA do: only the probe covers them.
         """
+        self._check_open("summing weights")
         if not self._specs:
             return {}
         first_names = (self._shapes.first_names[spec.name] for spec in self._specs)
         firsts = [TensorSpec(name, spec.dtype, spec.shape) for name, spec in zip(first_names, self._specs, strict=True)]
-        if self._adapter:
-            parts = await self._adapter.part_sums(self._shards)
+        if self._adapters:
+            parts = await self._adapters.part_sums(self._shards, self._version)
         else:
             dtypes = {spec.name: spec.dtype for spec in firsts}
             parts = await self._shards.call("summing weights", "rlsys_checksums", dtypes)
@@ -208,8 +222,9 @@ class VllmEngine(SteppingEngine):
             detokenize=False,
             routed_experts_prompt_start=len(request.prompt_ids) + request.num_begun - 1 if request.num_begun else 0,
         )
-        name = self._send(request.prompt_ids + request.begun_ids, params)
-        job.marks.append((0, self._version))
+        version = request.version_among(self.versions, self._version)
+        name = self._send(request.prompt_ids + request.begun_ids, params, version)
+        job.marks.append((0, version))
         self._jobs[name] = job
 
     def _add_scoring(self, token_ids: tuple[int, ...], future: Future[tuple[float, ...]]) -> None:
@@ -222,30 +237,31 @@ class VllmEngine(SteppingEngine):
             detokenize=False,
             routed_experts_prompt_start=len(token_ids),
         )
-        self._scoring[self._send(token_ids, params, priority=SCORING_FIRST)] = future
+        name = self._send(token_ids, params, self._version, priority=SCORING_FIRST)
+        self._scoring[name] = future, self._version
 
-    def _send(self, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> str:
-        """Send a request to vLLM. Returns its id there."""
+    def _send(self, ids: tuple[int, ...], params: SamplingParams, version: PolicyVersion, priority: int = 0) -> str:
+        """Send a request under the weights of `version` to vLLM. Returns its id there."""
         from vllm.inputs import TokensPrompt
 
         self._num_requests += 1
         name = str(self._num_requests)
         # The salt separates the prefix caches of loads: two loads may give one version different weights.
-        prompt = TokensPrompt(prompt_token_ids=list(ids), cache_salt=f"load {self._num_loads}")
+        prompt = TokensPrompt(prompt_token_ids=list(ids), cache_salt=f"load {self._loads[version]}")
         request = self._llm.input_processor.process_inputs(
             name,
             prompt,
             params,
             supported_tasks=self._llm.get_supported_tasks(),
             priority=priority,
-            lora_request=self._adapter.request() if self._adapter else None,
+            lora_request=self._adapters.request(version) if self._adapters else None,
         )
         self._llm.engine_core.add_request(request)
         return name
 
     def _take(self, output: EngineCoreOutput) -> None:
-        if (future := self._scoring.get(output.request_id)) is not None:
-            self._take_score(output, future)
+        if output.request_id in self._scoring:
+            self._take_score(output)
             return
         job = self._jobs[output.request_id]
         ids = output.new_token_ids
@@ -266,8 +282,9 @@ class VllmEngine(SteppingEngine):
             if reason == "stop" or reason == "length":
                 self._answer(job.future, job.completion(reason))
             else:
-                phase = f"sampling request {job.request.id} on version {self._version}"
+                phase = f"sampling request {job.request.id} on version {job.version}"
                 self._answer(job.future, WorkerDied(self._name, phase, f"vLLM ended it: {reason}"))
+            self._evict()
 
     def _routing_of(self, output: EngineCoreOutput) -> bytes:
         """Return what vLLM recorded for a new token, as (positions, all layers, experts chosen). It never ran."""
@@ -275,11 +292,13 @@ class VllmEngine(SteppingEngine):
         experts_PLC = torch.from_numpy(output.routed_experts[:, [*self._routers.by_layer]].astype("int64"))
         return self._routers.packed(experts_PLC).numpy().tobytes()
 
-    def _take_score(self, output: EngineCoreOutput, future: Future[tuple[float, ...]]) -> None:
+    def _take_score(self, output: EngineCoreOutput) -> None:
+        future, _ = self._scoring[output.request_id]
         if (tensors := output.new_prompt_logprobs_tensors) is not None:
             self._answer(future, tuple(tensors.logprobs[:, 0].tolist()))
         if output.finish_reason is not None:
             del self._scoring[output.request_id]
+            self._evict()
 
     def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
         names = [name for name, job in self._jobs.items() if is_meant(job)]
@@ -287,17 +306,36 @@ class VllmEngine(SteppingEngine):
         for name in names:
             job = self._jobs.pop(name)
             self._answer(job.future, job.completion("abort"))
+        self._evict()
 
     def _load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         self._staged, self._num_loads = None, self._num_loads + 1
-        if self._adapter:
-            self._adapter.load(self._llm, weights)
+        is_alone = self._spec.resident_versions == 1
+        if not is_alone:
+            self._check_room(version)
+        if self._adapters:
+            self._adapters.load(self._llm, version, weights)
         else:
             self._llm.collective_rpc("rlsys_swap")
-        if self._spec.kv_cache == "recompute":
-            self._llm.reset_prefix_cache(reset_running_requests=True)
         self._specs = tuple(spec_of(name, tensor) for name, tensor in weights.items())
-        self._become(version)
+        others = {} if is_alone else {held: load for held, load in self._loads.items() if held != version}
+        self._loads = {**others, version: self._num_loads}
+        if is_alone:
+            if self._spec.kv_cache == "recompute":
+                self._llm.reset_prefix_cache(reset_running_requests=True)
+            self._become(version)
+        else:
+            self._version = version
+            self._evict()
+
+    def _evict(self) -> None:
+        if self._adapters is None or self._spec.resident_versions == 1:
+            return
+        used = {self._version, *(job.version for job in self._jobs.values()), *(v for _, v in self._scoring.values())}
+        if used != self._loads.keys():
+            self._loads = {version: load for version, load in self._loads.items() if version in used}
+            self._adapters.evict_all_but(self._llm, used)
+        self._grant_room()
 
     def _start_up(self) -> None:
         torch.get_num_threads()  # sets OpenMP's thread count for this thread, before vLLM reads it
@@ -305,8 +343,8 @@ class VllmEngine(SteppingEngine):
     def _shut_down(self) -> None:
         self._llm.engine_core.shutdown()
         self._shards.close()
-        if self._adapter:
-            self._adapter.close()
+        if self._adapters:
+            self._adapters.close()
 
 
 def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, Any]) -> LLMEngine:

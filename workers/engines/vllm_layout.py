@@ -103,13 +103,14 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 def record_layout(worker: Any, specs: Iterable[TensorSpec]) -> tuple[Placement, ...]:  # noqa: ANN401  (vLLM's own type)
     """Record where the loader of a worker's model puts these tensors, on this shard. No step may be running.
 
-    Left out are tensors that the loader computes with before it copies them, and those of layers that keep their
-    weights in another form than the loader's.
+    Left out are tensors that the loader computes with before it copies them, as it does with those of one element, and
+    those of layers that keep their weights in another form than the loader's.
     """
     from vllm.config import set_current_vllm_config
 
     with torch.device("meta"):
-        given = {spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+        sized = [spec for spec in specs if prod(spec.shape) > 1]
+        given = {spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in sized}
         twin, config = build_twin(worker)
     copies = _Copies()
     with set_current_vllm_config(config), torch.no_grad(), copies:

@@ -1,4 +1,4 @@
-"""An adapter in vLLM, through its own LoRA support: computed beside the frozen model, and replaced in place.
+"""Adapters in vLLM, through its own LoRA support: computed beside the frozen model, one for each version.
 
 vLLM reads adapters from folders in the format of `peft`. An adapter is small, so each version is written to a folder
 in memory, from which every shard reads it. Ran on the CPU only; on CUDA it never ran.
@@ -7,8 +7,9 @@ in memory, from which every shard reads it. Ran on the CPU only; on CUDA it neve
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError
+from rlsys.types import PolicyVersion
 from workers.engines.vllm_layout import PartSum, View, memory_of, rectangle_of
 from workers.train.adapter_files import WEIGHTS, write_adapter
 from workers.train.lora import PREFIX, A, B, peft_config, targets_in
@@ -30,18 +32,20 @@ if TYPE_CHECKING:
     from workers.engines.vllm_shards import Shards
 
 
-ADAPTER_ID = 1
-"""Number of the adapter in vLLM."""
+class VllmAdapters:
+    """The adapters of an engine, one for each loaded version.
 
+    With one version, its adapter keeps its id in vLLM, so that running requests continue under new content. With
+    several, every version has an adapter with an id of its own, which its requests name.
+    """
 
-class VllmAdapter:
-    """The only adapter of an engine: its id stays, so that running requests continue under new content."""
-
-    def __init__(self, model: PreTrainedModel, lora: LoraSection, path: str) -> None:
+    def __init__(self, model: PreTrainedModel, lora: LoraSection, path: str, max_versions: int) -> None:
         """`model` is the outline of the model at `path`, without an adapter. Raises `ModelError`, `ConfigError`."""
         self._config, self._rank = peft_config(model, lora, path), _rank_of_vllm(lora.rank)
-        self._scale = lora.alpha / lora.rank
+        self._scale, self._max_versions = lora.alpha / lora.rank, max_versions
         self._targets = targets_in(model, lora, path)
+        self._ids: dict[PolicyVersion, int] = {}  # replaced, not mutated: another thread reads it
+        self._num_ids = 0
         memory = Path("/dev/shm")
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-adapter-", dir=memory if memory.is_dir() else None)
 
@@ -53,26 +57,52 @@ class VllmAdapter:
         of a prompt.
         """
         layers = sorted({target.rpartition(".")[2] for target in self._targets})
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self._rank, "lora_target_modules": layers}
+        return {
+            "enable_lora": True,
+            "max_loras": self._max_versions,
+            "max_lora_rank": self._rank,
+            "lora_target_modules": layers,
+        }
 
-    def request(self, *, reads_again: bool = False) -> LoRARequest:
-        """The adapter as each request names it. With `reads_again`, vLLM replaces its content from the folder."""
+    def request(self, version: PolicyVersion, *, reads_again: bool = False) -> LoRARequest:
+        """The adapter of a version as a request names it. With `reads_again`, vLLM reads its content from the folder
+        again."""
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest("policy", ADAPTER_ID, self._folder.name, load_inplace=reads_again)
+        number = self._ids[version]
+        return LoRARequest(f"adapter {number}", number, str(self._folder_of(number)), load_inplace=reads_again)
 
-    def load(self, llm: LLMEngine, weights: Mapping[str, Tensor]) -> None:
-        """Replace the adapter's content. No step may be running."""
-        write_adapter(Path(self._folder.name), weights, self._config, base="")
-        llm.add_lora(self.request(reads_again=True))
+    def load(self, llm: LLMEngine, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        """Load the adapter of a version. No step may be running."""
+        if self._max_versions == 1:
+            self._ids = {version: 1}
+        elif version not in self._ids:
+            self._num_ids += 1
+            self._ids = {**self._ids, version: self._num_ids}
+        folder = self._folder_of(self._ids[version])
+        folder.mkdir(exist_ok=True)
+        write_adapter(folder, weights, self._config, base="")
+        llm.add_lora(self.request(version, reads_again=True))
 
-    async def part_sums(self, shards: Shards) -> Sequence[list[PartSum]]:
-        """Checksums of every shard's part of the adapter."""
-        arguments = (self._folder.name, ADAPTER_ID, self._scale)
+    def evict_all_but(self, llm: LLMEngine, versions: Collection[PolicyVersion]) -> None:
+        """Evict the adapters of all other versions, which no request names. No step may be running."""
+        evicted = [number for version, number in self._ids.items() if version not in versions]
+        self._ids = {version: number for version, number in self._ids.items() if version in versions}
+        for number in evicted:
+            llm.remove_lora(number)
+            rmtree(self._folder_of(number))
+
+    async def part_sums(self, shards: Shards, version: PolicyVersion) -> Sequence[list[PartSum]]:
+        """Checksums of every shard's part of the adapter of a version."""
+        number = self._ids[version]
+        arguments = (str(self._folder_of(number)), number, self._scale)
         return await shards.call("summing weights", "rlsys_adapter_checksums", *arguments)
 
     def close(self) -> None:
         self._folder.cleanup()
+
+    def _folder_of(self, number: int) -> Path:
+        return Path(self._folder.name, str(number))
 
 
 def _rank_of_vllm(rank: int) -> int:

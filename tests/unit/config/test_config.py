@@ -176,13 +176,13 @@ def test_an_address_of_ray_client_is_refused_with_the_ways_to_join(tmp_path: Pat
     assert "`ray job submit --address http://HEAD:8265`" in problem
 
 
-def test_weight_change_beside_needs_the_local_engine(tmp_path: Path):
+def test_whole_weights_beside_others_need_the_local_engine(tmp_path: Path):
     path = write(tmp_path, MINIMAL)
-    beside = "  command line: rollout.weight_change=beside: rollout.weight_change: "
     for other in ("rollout.engine=vllm", "rollout.tensor_parallel=2"):
-        assert refusal(path, overrides=("rollout.weight_change=beside", other))[1:] == [
-            f"{beside}beside needs the engine local: vllm keeps one version at a time"
-        ]
+        beside = ("rollout.weight_change=beside", other)
+        (problem,) = refusal(path, overrides=beside)[1:]
+        assert "train.lora: should be set: with rollout.weight_change beside, vLLM keeps several adapters" in problem
+        assert Config.load(path, (*beside, "train.lora={rank: 4}")).resident_versions == 2
     both = refusal(path, overrides=("rollout.resident_versions=3", "rollout.num_gpus=1", "rollout.tensor_parallel=2"))
     assert [line.split(": rollout.")[-1] for line in both[1:]] == [
         "num_gpus: should be 2, one for each shard (rollout.tensor_parallel)",

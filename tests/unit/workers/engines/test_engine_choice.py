@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError, ModelError
 from workers.engines.engine import EngineChoice, EngineSpec
 from workers.engines.engine_choice import choose, start_engine
@@ -61,7 +62,10 @@ def test_shards_choose_vllm_and_a_named_engine_is_used(tmp_path: Path) -> None:
 
 def test_several_resident_versions_choose_local_and_vllm_refuses_them(tmp_path: Path) -> None:
     several = replace(spec(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=2), resident_versions=2)
-    assert choose(several, GPU, on("cuda")) == EngineChoice("local", "vLLM keeps one version at a time")
+    alone = "vLLM keeps one version of whole weights at a time"
+    assert choose(several, GPU, on("cuda")) == EngineChoice("local", alone)
+    adapters = replace(several, lora=LoraSection(rank=4))
+    assert choose(adapters, GPU, on("cuda")) == EngineChoice("vllm", "the device is cuda")
     with pytest.raises(ConfigError, match=r"rollout\.resident_versions: 2 .* set rollout\.engine=local, or"):
         asyncio.run(start_engine(several, "vllm", stop_token_ids=frozenset(), device=CPU, worker="rollout-0"))
 
