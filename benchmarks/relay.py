@@ -73,7 +73,7 @@ NUM_COLUMNS = 1024
 DEADLINE_S = 300.0
 KEEP = 1
 """Versions that a relay keeps, so that 1 GB on 4 relays fits a machine of 24 GB."""
-ROOM = 0.7
+ROOM = 0.75
 """Share of the machine's memory for weights; the rest is for processes."""
 COMPUTED = 6
 """Copies that a forward and backward take as long as, at the least: a step is longer."""
@@ -264,7 +264,7 @@ def stalls_over(rows: Sequence[dict]) -> list[float]:
 
 def fits(megabytes: int, transport: TransportName, nodes: int, ranks: int) -> bool:
     """True if this machine has the memory."""
-    copies = 4 if transport == "shared_memory" else 3 * nodes
+    copies = 4 if transport == "shared_memory" else 2 * nodes + 2
     needed = (2 + 1 + copies + nodes) * megabytes * MEGABYTE  # parameters, a copy, versions, replicas
     return needed <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

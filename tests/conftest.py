@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with Ray come first; those with vLLM, and then those with a browser, come last.
 
-    A process is in one Ray cluster at a time: tests with three nodes come before those that share the one of one node.
+    A process is in one Ray cluster at a time: tests with several nodes come before those that share one of one node.
     vLLM turns thread counts, process groups and some of torch into its own; the driver of the browser keeps an event
     loop running in its thread, and no other can: nothing else may come after them. Where tests run in two processes,
     those of a group share one.
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def order(item: pytest.Item) -> tuple[int, bool, bool]:
         fixtures, group = _fixtures_of(item), _group_of(item)
         place = FIRST.index(group) if group in FIRST else len(FIRST) + (group == "last")
-        return place, "chromium" in fixtures, "three_nodes" not in fixtures
+        return place, "chromium" in fixtures, not {"three_nodes", "four_nodes"} & fixtures.keys()
 
     items.sort(key=order)
     for item in items:

@@ -41,8 +41,8 @@ def requires_bubblewrap() -> bool:
     return True
 
 
-def kill_worker(kind: str) -> None:
-    """Kill the youngest process of a Ray worker of this class that this process started."""
+def workers_of(kind: str) -> list[psutil.Process]:
+    """Processes of Ray workers of this class that this process started, oldest first."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -51,7 +51,12 @@ def kill_worker(kind: str) -> None:
             continue
         if title.startswith(f"ray::{kind}"):
             found.append(process)
-    max(found, key=psutil.Process.create_time).kill()
+    return sorted(found, key=psutil.Process.create_time)
+
+
+def kill_worker(kind: str) -> None:
+    """Kill the youngest process of a Ray worker of this class that this process started."""
+    workers_of(kind)[-1].kill()
 
 
 def run_module(name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
