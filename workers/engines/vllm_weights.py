@@ -49,8 +49,9 @@ class WeightLoading:
         """Allocate the second set of parameters, and record the layout of the tensors `specs`. Once, before weights are
         staged; no step may be running."""
         if not hasattr(self, "rlsys_shadow"):
+            shadow = Shadow.beside(self) if can_be_swapped(self.model_runner.get_model()) else None
             self.rlsys_layout: tuple[Placement, ...] = record_layout(self, specs)
-            self.rlsys_shadow = Shadow.beside(self) if can_be_swapped(self.model_runner.get_model()) else None
+            self.rlsys_shadow = shadow
             self.rlsys_mapped = MappedMemory()
             self.rlsys_staging = threading.Lock()
 
