@@ -244,3 +244,17 @@ def test_memory_of_slow_readers_is_given_back(folder: Path) -> None:
     del kept
     write(transport, 6)
     assert len(files(folder)) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "room", "is_one_machine", "expected", "reason"),
+    [
+        (10**9, 10**10, True, "shared_memory", "all nodes are on one machine"),
+        (10**9, 4 * 10**9, True, "object_store", "/dev/shm has no room for 5.0 GB beside Ray's objects"),
+        (0, 10**8, True, "object_store", "/dev/shm has no room for 1.1 GB beside Ray's objects"),
+        (10**9, 10**12, False, "object_store", "the cluster has several machines"),
+    ],
+)
+def test_the_transport_is_chosen_by_machines_and_room(num_bytes, room, is_one_machine, expected, reason):
+    chosen = TransportSpec.for_room(num_bytes, room, is_one_machine=is_one_machine)
+    assert (chosen.name, chosen.reason) == (expected, reason)

@@ -16,6 +16,8 @@ AREAL = {"0": 1.0, "1": 2.09, "2": 2.77, "4": 2.77, "8": 2.89, "16": 2.97}
 """Throughput by the staleness bound over that at 0: arXiv:2505.24298, ablation on 1.5B."""
 A_QUARTER = ["gpus=32", "groups_per_step=128"]
 AN_EIGHTH = ["gpus=128", "groups_per_step=64"]
+FAST_LINKS = ["weights.link_bytes_per_s=5e10", "weights.link_latency_s=0.001"]
+"""Links of Laminar's cluster."""
 
 
 def test_areal_throughput_is_within_15_percent_of_the_paper():
@@ -28,9 +30,11 @@ def test_areal_throughput_is_within_15_percent_of_the_paper():
 def test_laminar_beats_colocated_training_and_repacking_adds_to_it():
     """The paper: 2.56x on average, up to 5.48x, over synchronous colocated training; repacking +26 % of generation."""
     synchronous = Simulation(
-        Profile.load("laminar", [*AN_EIGHTH, "colocated=true", "max_staleness=0", "repack_s=0"]), 8
+        Profile.load("laminar", [*AN_EIGHTH, *FAST_LINKS, "colocated=true", "max_staleness=0", "repack_s=0"]), 8
     )
-    plain, repacked = (Simulation(Profile.load("laminar", [*AN_EIGHTH, f"repack_s={s}"]), 16) for s in (0, 5))
+    plain, repacked = (
+        Simulation(Profile.load("laminar", [*AN_EIGHTH, *FAST_LINKS, f"repack_s={s}"]), 16) for s in (0, 5)
+    )
     for simulation in (synchronous, plain, repacked):
         simulation.run()
     assert 2.2 < repacked.report.tokens_per_s / synchronous.report.tokens_per_s < 5.48
@@ -40,6 +44,13 @@ def test_laminar_beats_colocated_training_and_repacking_adds_to_it():
     assert generation_s / synchronous.report.step_s == pytest.approx(0.831, abs=0.02)
     stall_s = repacked.report.publish_stall_s
     assert stall_s == pytest.approx(0.64)
+
+
+def test_slow_links_hold_rollouts_up():
+    """The profile has the links that were measured here, which are a hundredth of those of Laminar's cluster."""
+    ours, fast = (Simulation(Profile.load("laminar", [*AN_EIGHTH, *links]), 8).run() for links in ([], FAST_LINKS))
+    assert ours.broadcast_s > 50 * fast.broadcast_s
+    assert ours.tokens_per_s < fast.tokens_per_s
 
 
 @pytest.mark.timeout(600)

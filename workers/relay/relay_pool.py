@@ -99,7 +99,7 @@ class RayRelays:
         A relay answers within `transfer_s / TRIES`. Ray restarts its process after a death: the member stays valid, but
         the relay's weights are lost.
         """
-        transport = transport or TransportSpec.choose()
+        transport = transport or TransportSpec.choose(num_bytes)
         members = []
         for node in node_ids():
             name, place = f"relay-{node[:8]}", transport.place_on(node)
