@@ -12,6 +12,7 @@ from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.monitoring.events import Events, WeightsPublished
 from rlsys.testing import EventRecorder, FakeWorld, run_virtual
 from rlsys.types import Acknowledged, Group
+from rlsys.weight_sync.links import deadline_s
 from rlsys.weight_sync.manifest import Manifest, VersionPart
 from rlsys.weight_sync.sync import WeightSync, change_weights
 from tests.groups import group
@@ -209,6 +210,23 @@ def test_late_weights_fail_whatever_needs_them(needs_it):
 
     with pytest.raises(DeadlineExceeded, match="relays while taking in version 3: no answer within 1 s"):
         run_virtual(main())
+
+
+def test_deadlines_grow_with_the_bytes_and_with_slow_links():
+    """1 GB may take 8 s more than the least at 10 Gbit/s, and ten times as long as it took before."""
+    assert deadline_s(1.0, 10**9, 1.25e9) == 9.0
+    weights = on(FakeWorld(publish_s=0.0, broadcast_s=8.9, num_bytes=10**9))
+
+    async def main() -> None:
+        await weights.publish(3)
+        await weights.settled()
+        assert 3 in weights.published
+        weights.actor.world.broadcast_s = 80.0  # type: ignore[attr-defined]
+        await weights.publish(4)
+        await weights.settled()
+        assert 4 in weights.published
+
+    run_virtual(main())
 
 
 @dataclass
