@@ -46,7 +46,7 @@ KEYS = {
         "ms_per_step", "ms_per_group", "overhead_ms", "driver_cpu_share", "start_up_s", "start_up_breakdown_s",
     },
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
-    "relay": {"stall_over_memcpy", "flatness", "left_out", "deltas", "rows"},
+    "relay": {"stall_over_memcpy", "stall_2_over_1", "freshness_s", "left_out", "deltas", "rows"},
     "soak": {"broken", "left_behind", "growth", "last", "groups", "samples", "seconds"},
     "trainer": {
         "checkpointing", "over_none", "positions", "packed_over_padded", "over_bare",
