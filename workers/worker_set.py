@@ -13,7 +13,7 @@ from rlsys.algorithm import REFERENCE_SIGNALS, Signal
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
 from rlsys.types import POLICY, Sampling
-from workers.engines.engine import EngineChoice, EngineSpec
+from workers.engines.engine import EngineChoice, EngineSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
 from workers.ray.pool import Pool, PoolSpec
 from workers.ray.remote_proxy import Remote, start, successor_name
@@ -174,8 +174,8 @@ class WorkerSet:
 
 def _relays(config: Config) -> RayRelays:
     """Start the relays of a policy. Replicas that wait for the first version know its size from the model's files."""
-    files = () if config.train.lora else Path(config.model.path).glob("*.safetensors")
-    return RayRelays.start(config.limits.transfer_s, num_bytes=sum(file.stat().st_size for file in files))
+    num_bytes = 0 if config.train.lora else weight_bytes(config.model.path)
+    return RayRelays.start(config.limits.transfer_s, num_bytes=num_bytes)
 
 
 def start_partials() -> Remote[Partials]:

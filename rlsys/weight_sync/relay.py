@@ -464,7 +464,9 @@ class Relay:
 
     def _is_overtaken(self, version: PolicyVersion) -> bool:
         """Return True if so many newer versions are known that this one would be evicted at once."""
-        return version != self._pinned and sum(known > version for known in self._known) >= self._keep
+        if version == self._pinned or version in self._pulling.values():
+            return False
+        return sum(known > version for known in self._known) >= self._keep
 
     def _expects(self, bucket: str) -> bool:
         return any(bucket in expected for expected in self._expected.values())

@@ -21,6 +21,9 @@ from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import Manifest
 
 T = TypeVar("T")
+ON_THE_WAY = 2
+"""Versions that may be on their way to the relays. A relay drops a version that as many newer ones overtake, and parts
+of one come from several nodes, some of them sooner."""
 
 
 class Replica(Protocol):
@@ -108,15 +111,17 @@ class WeightSync:
     _num_bytes: int = field(default=0, init=False)
     """Bytes of the newest version."""
     _bytes_per_s: float = field(default=BYTES_PER_S, init=False)
-    """Lowest speed at which a version arrived."""
+    """Speed at which the newest version arrived, copying and hashing included."""
 
     async def publish(self, version: PolicyVersion) -> Published:
-        """Publish the actor's weights as `version`; return once the bytes have left the actor.
+        """Publish the actor's weights as `version`; return once the bytes are about to leave the actor.
 
-        Also raises the error of an earlier version that did not arrive.
+        Waits for the version `ON_THE_WAY` before it to arrive; unblocked by that, or by its deadline. Also raises the
+        error of an earlier version that did not arrive.
         """
         for earlier in [task for task in self._arriving.values() if task.done()]:
             earlier.result()
+        await self.arrived(version - ON_THE_WAY)
         receipt = await with_deadline(
             self.actor.publish(version), self._deadline_s(), "actor", f"publishing version {version}"
         )
@@ -175,8 +180,8 @@ class WeightSync:
             await self.actor.announce_again(version)
             arrival = await self._arrival(version)
         self.published[version] = arrival.hash
-        if arrival.num_sent and arrival.seconds:
-            self._bytes_per_s = min(self._bytes_per_s, arrival.num_sent / arrival.seconds)
+        if arrival.num_bytes and arrival.seconds:
+            self._bytes_per_s = min(BYTES_PER_S, arrival.num_bytes / arrival.seconds)
         del self._arriving[version]
         for old in [v for v in self.published if v < version - self.max_age and v not in self.kept]:
             del self.published[old]

@@ -199,6 +199,16 @@ def test_full_shared_memory_is_named_and_nothing_is_lost(folder: Path) -> None:
     assert asyncio.run(_fetched(transport, ref)).tobytes() == bytes([1]) * 4096
 
 
+def test_files_in_use_and_spare_ones_hold_nobody_up(folder: Path) -> None:
+    idle, other = SharedMemoryTransport("idle", folder), SharedMemoryTransport("here", folder)
+    kept = [write(idle, version) for version in range(4)]
+    del kept
+    idle.memory(4, 4096, pin=False)
+    ref = write(other, 1)
+    assert asyncio.run(_fetched(other, ref)).tobytes() == bytes([1]) * 4096
+    assert len(files(folder)) == 3, "one that is written, a spare one, and that of the other"
+
+
 def test_a_cut_file_is_named(folder: Path) -> None:
     transport, reader = SharedMemoryTransport("here", folder), SharedMemoryTransport("here", folder)
     ref = write(transport, 1)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -22,6 +21,7 @@ from workers.ray.remote_proxy import PayloadRef, start
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.train_handles import ActorHandle, CriticHandle, ReferenceHandle
+from workers.transport.route import Route, TransportSpec
 
 SMALL = Resources(num_cpus=0.1)
 
@@ -90,7 +90,7 @@ class Trainers:
         )
         ranks = range(mesh.num_ranks)
         score = partial(SMALL.build, partial(ReferenceWorker, str(model_path), "float32", 1.0, 64))
-        nowhere: Any = None
+        nowhere = Route((), TransportSpec("object_store"), 60.0)
         trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
         values = [partial(CriticRank, rank, critic, str(model_path)) for rank in ranks]
         return cls(

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import WeightsMismatch
 from rlsys.types import EngineStats, PolicyVersion, Sampling, VersionSpan
+from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import TensorSpec
+from workers.transport.buckets import specs_in
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -136,7 +139,7 @@ class EngineSpec:
             kv_cache=rollout.kv_cache,
             tensor_parallel=rollout.tensor_parallel,
             step_s=limits.step_s,
-            load_s=limits.transfer_s,
+            load_s=deadline_s(limits.transfer_s, weight_bytes(config.model.path), BYTES_PER_S),
             vllm_args=rollout.vllm_args,
         )
 
@@ -260,22 +263,27 @@ class ModelShapes:
         )
 
 
+def weight_bytes(model_path: str) -> int:
+    """Bytes of the weights in a model's folder; 0 for a name on the hub."""
+    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+
+
 def check_weights(worker: str, weights: Mapping[str, Tensor], shapes: ModelShapes) -> None:
     """Raise `WeightsMismatch` naming every tensor that is missing, unknown, misshapen, or would lose digits."""
-    from torch import promote_types
+    import torch
 
-    known = shapes.known
+    known, specs = shapes.known, specs_in(weights)
     problems = [f"missing {name}" for name in sorted(shapes.required - weights.keys())]
     problems += [f"unknown {name}" for name in sorted(weights.keys() - known.keys())]
     problems += [
-        f"{name} has shape {tuple(weights[name].shape)}, the engine's has {known[name]}"
+        f"{name} has shape {specs[name].shape}, the engine's has {known[name]}"
         for name in sorted(weights.keys() & known.keys())
-        if tuple(weights[name].shape) != known[name]
+        if specs[name].shape != known[name]
     ]
     problems += [
-        f"{name} is {weights[name].dtype}, which the engine would narrow to {shapes.dtypes[name]}"
+        f"{name} is torch.{specs[name].dtype}, which the engine would narrow to {shapes.dtypes[name]}"
         for name in sorted(weights.keys() & shapes.dtypes.keys())
-        if promote_types(weights[name].dtype, shapes.dtypes[name]) != shapes.dtypes[name]
+        if torch.promote_types(getattr(torch, specs[name].dtype), shapes.dtypes[name]) != shapes.dtypes[name]
     ]
     if problems:
         raise WeightsMismatch(

@@ -16,7 +16,8 @@ from workers.engines.decoder import Decoder
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.train.lora import published
-from workers.transport.checksums import checksum_of, spec_of
+from workers.transport.buckets import specs_in
+from workers.transport.checksums import checksum_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,7 +150,7 @@ class LocalEngine(SteppingEngine):
         self._residents.overwrite(version, weights)
         if self._spec.kv_cache == "recompute" and self._decoder.jobs:
             self._decoder.recompute(PREFILL_TOKENS)
-        self._specs = _specs_of(weights)
+        self._specs = tuple(specs_in(weights).values())
         self._become(version)
 
     def _add(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
@@ -159,7 +160,7 @@ class LocalEngine(SteppingEngine):
         self._check_room(version)
         tensors = staged[1] if staged and staged[0] is weights else self._residents.lay_out(weights)
         self._residents.add(version, tensors)
-        self._specs, self._version = _specs_of(weights), version
+        self._specs, self._version = tuple(specs_in(weights).values()), version
         self._evict()
 
     def _evict(self) -> None:
@@ -235,10 +236,6 @@ class Residents:
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]
         self._used = version
-
-
-def _specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    return tuple(spec_of(name, tensor) for name, tensor in weights.items())
 
 
 def _shared_or_copied(given: Tensor, own: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlsys.errors import WorkerError
-from rlsys.weight_sync.manifest import TensorSpec, padded
-from workers.transport.checksums import spec_of
+from rlsys.weight_sync.manifest import Rectangle, TensorSpec, padded
+from workers.transport.buckets import specs_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,9 +51,9 @@ class TensorMemory:
     def write(self, weights: Mapping[str, Tensor]) -> SharedTensors:
         """Copy tensors into the memory. Raises `WorkerError` if the machine has too little."""
         places, end = [], 0
-        for name, tensor in weights.items():
-            places.append((spec_of(name, tensor), end))
-            end += padded(tensor.nbytes)
+        for spec in specs_in(weights).values():
+            places.append((spec, end))
+            end += padded(Rectangle.whole(spec).num_bytes)
         with self._writing:  # the thread of a cancelled call may still write
             if end > len(self._memory):
                 reserve(self._file, end, self._worker)

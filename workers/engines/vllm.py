@@ -26,7 +26,7 @@ from workers.engines.vllm_shards import OwnShard, ShardProcesses, Shards
 from workers.train.lora import add_adapter
 from workers.train.model_loading import outline
 from workers.train.routing import Routers
-from workers.transport.checksums import spec_of
+from workers.transport.buckets import specs_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -317,7 +317,7 @@ class VllmEngine(SteppingEngine):
             self._adapters.load(self._llm, version, weights)
         else:
             self._llm.collective_rpc("rlsys_swap")
-        self._specs = tuple(spec_of(name, tensor) for name, tensor in weights.items())
+        self._specs = tuple(specs_in(weights).values())
         others = {} if is_alone else {held: load for held, load in self._loads.items() if held != version}
         self._loads = {**others, version: self._num_loads}
         if is_alone:

@@ -329,6 +329,11 @@ class Generator:
         """Check every tensor that the engine computes with. A step changes few of the rounded weights, and logprobs so
         little that the probe's tolerance would let a stale tensor pass."""
         held = await self._engine.checksums()
+        if manifest.checksums and not held:
+            detail = (
+                "the engine cannot tell which of the published tensors it computes with; use another rollout.engine"
+            )
+            raise WeightsMismatch(self.name, f"verifying version {manifest.version}", detail)
         wrong = sorted(spec.name for spec, value in held.items() if manifest.checksums.get(spec) != value)
         if wrong:
             detail = (

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from rlsys.errors import WeightsMismatch
-from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Manifest, Rectangle, VersionPart, pack, padded
-from workers.transport.checksums import checksum
+from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Manifest, Rectangle, TensorSpec, VersionPart, pack, padded
+from workers.transport.checksums import checksum, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ class PartLayout:
     """Places of a rank's rectangles in its buckets."""
 
     def __init__(self, rectangles: Iterable[Rectangle], bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._buckets = pack(rectangles, bucket_bytes)
+        self._buckets = pack((rectangle for rectangle in rectangles if rectangle.num_bytes), bucket_bytes)
         sizes = [sum(padded(piece.num_bytes) for piece in pieces) for pieces in self._buckets]
         self.bounds = [0, *accumulate(sizes)]
         """Begin of every bucket, and the end of the last."""
@@ -99,8 +99,20 @@ class ReceivedWeights(Mapping[str, "Tensor"]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Spec of every tensor; no tensor is put together for it."""
+        return {name: pieces[0][0].tensor for name, pieces in self._pieces.items()}
+
     def __len__(self) -> int:
         return len(self._pieces)
+
+
+def specs_in(weights: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Specs of whole tensors by name."""
+    if isinstance(weights, ReceivedWeights):
+        return weights.specs
+    return {name: spec_of(name, tensor) for name, tensor in weights.items()}
 
 
 def bucket_hash(data: np.ndarray) -> str:

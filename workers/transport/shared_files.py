@@ -2,7 +2,8 @@
 
 A version of a rank is a file in /dev/shm. Processes that use it have a shared lock on it. The kernel drops a lock with
 its process, so that a file without locks is one that nobody uses: its rank writes the next version into it, and the
-first rank of a later run removes it. So no reader is overwritten, and what a killed run left behind goes with the next.
+any rank that needs one more file removes those of others. So no reader is overwritten, and what a killed run left
+behind goes with the next.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ class SharedMemoryTransport:
     def memory(self, version: PolicyVersion, num_bytes: int, *, pin: bool) -> np.ndarray:
         """See `WeightTransport.memory`. Page-locking never ran on CUDA."""
         path = self._path(version)
-        free = [own for own in self._own if len(own.data) == num_bytes and _is_free(own.descriptor)]
+        free = [own for own in self._own if len(own.data) == num_bytes and _lock_to_write(own.descriptor)]
         for own in free[2:]:  # of readers that kept more versions than others
             self._own.remove(own)
-            own.path.unlink()
+            own.path.unlink(missing_ok=True)
             os.close(own.descriptor)
+        for own in free[1:2]:  # a spare, which nobody removes as an orphan
+            fcntl.flock(own.descriptor, fcntl.LOCK_SH)
         if free:
             free[0].path = free[0].path.rename(path)  # a late reader does not take it for the old version
             return free[0].data
@@ -124,13 +127,12 @@ class SharedMemoryTransport:
         return mapped
 
     def _path(self, version: PolicyVersion) -> Path:
-        name = f"{_beginning(self._run)}{os.getpid()}-{next(self._numbers)}-v{version}"
-        return self._folder / name
+        mark = os.environ.get(MARK, "cluster")  # by which the keeper of a local cluster finds the files too
+        return self._folder / f"{WEIGHTS}{mark}-{self._run}-{os.getpid()}-{next(self._numbers)}-v{version}"
 
     def _created(self, path: Path, version: PolicyVersion, num_bytes: int) -> _Own:
-        if not self._own:
-            for orphan in _orphans(self._folder):
-                orphan.unlink(missing_ok=True)
+        for orphan in _orphans(self._folder):
+            orphan.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -148,8 +150,8 @@ class SharedMemoryTransport:
         return _Own(path, descriptor, data)
 
 
-def _is_free(descriptor: int) -> bool:
-    """Lock a file for writing, if no process reads it. Returns False if one does."""
+def _lock_to_write(descriptor: int) -> bool:
+    """Lock a file of this process for writing, if no process reads it. Returns False if one does."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -166,18 +168,15 @@ def _orphans(folder: Path) -> Iterator[Path]:
         except OSError:  # it has gone, or is another user's
             continue
         try:
-            if _is_free(descriptor):
-                yield path
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield path
+        except BlockingIOError:  # in use
+            continue
         finally:
             os.close(descriptor)
 
 
 def remove_segments(run: str, folder: Path = FOLDER) -> None:
     """Remove the files of all processes of a run that ends."""
-    for path in folder.glob(f"{_beginning(run)}*"):
+    for path in folder.glob(f"{WEIGHTS}*-{run}-*"):
         path.unlink(missing_ok=True)
-
-
-def _beginning(run: str) -> str:
-    """Begin of the names of a run's files, by which the keeper of a local cluster finds them too."""
-    return f"{WEIGHTS}{os.environ.get(MARK, 'cluster')}-{run}-"

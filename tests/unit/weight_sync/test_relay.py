@@ -653,6 +653,23 @@ def test_a_slow_relay_skips_versions_with_bounded_memory(transfer_steps):
     run_virtual(main())
 
 
+def test_a_slow_relay_completes_versions_of_ranks_that_are_not_in_step():
+    """A version a second from each of two ranks, half a second apart, and three seconds for a part of it."""
+
+    async def main() -> None:
+        net = Net(bytes_per_s=1e9)
+        fast, slow = net.chain(2)
+        slow.relay._store = Link(Net(bytes_per_s=1000 / 1.5, nodes=net.nodes), "relay-1", lambda: True)
+        for version in range(60):
+            for rank in range(2):
+                part = announced(version, [f"{version}/{rank}"], rank=rank, num_ranks=2)
+                await broadcast([fast, slow], part, TRANSFER_S, CHAIN)
+                await asyncio.sleep(0.5)
+        assert (await slow.relay.newest(0))[0].version >= 50
+
+    run_virtual(main())
+
+
 def test_an_unsent_version_is_forgotten_once_newer_ones_arrive():
     async def main() -> None:
         (node,) = Net().chain(1)

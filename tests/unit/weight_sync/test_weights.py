@@ -225,6 +225,13 @@ def test_deadlines_grow_with_the_bytes_and_with_slow_links():
         await weights.publish(4)
         await weights.settled()
         assert 4 in weights.published
+        weights.actor.world.broadcast_s = 1.0  # type: ignore[attr-defined]
+        await weights.publish(5)
+        await weights.settled()
+        weights.actor.world.broadcast_s = 80.0  # type: ignore[attr-defined]
+        await weights.publish(6)
+        with pytest.raises(DeadlineExceeded):
+            await weights.settled()  # of a link that was fast again
 
     run_virtual(main())
 
