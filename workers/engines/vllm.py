@@ -166,6 +166,8 @@ class VllmEngine(SteppingEngine):
         if self._adapters:
             parts = await self._adapters.part_sums(self._shards, self._version)
         else:
+            read_back = partial(self._llm.collective_rpc, "rlsys_read_back")
+            await self._ask("reading packed weights", read_back, self._spec.load_s)
             dtypes = {spec.name: spec.dtype for spec in firsts}
             parts = await self._shards.call("summing weights", "rlsys_checksums", dtypes)
         sums = summed(parts, firsts)

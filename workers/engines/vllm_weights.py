@@ -77,6 +77,13 @@ class WeightLoading:
             self.reload_weights(weights_iterator=iter(self.rlsys_staged.items()))
         self.rlsys_staged = {}
 
+    @torch.no_grad()
+    def rlsys_read_back(self) -> None:
+        """Read columns of the packed copies in use, for `rlsys_checksums`. No step may be running: all products of a
+        process share memory for intermediate results."""
+        if self.rlsys_shadow is not None:
+            self.rlsys_shadow.read_back()
+
     def rlsys_checksums(self, dtypes: Mapping[str, str]) -> list[PartSum]:
         """Checksums of this shard's part of every tensor, cast to `dtypes`. Decoding may continue."""
         if self.rlsys_shadow is not None:
@@ -92,37 +99,41 @@ class WeightLoading:
         return list(adapter_sums(self.model_runner.lora_manager._adapter_manager, folder, adapter_id, scale))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Packed:
-    """A packed copy of a matrix, and what was read back from it before any step used it."""
+    """A packed copy of a matrix, and what was read back from it."""
 
     multiply: Callable[..., Tensor]
     columns_C: Tensor
-    """Indices of the columns that were read."""
-    read_CN: Tensor
-    """Their content."""
+    """Indices of the columns that are read."""
+    read_CN: Tensor | None = None
+    """Their content, once it is read."""
 
     @classmethod
     def of(cls, layer: nn.Module, turn: int) -> Packed:
-        """Pack a layer's weights, and read some columns back.
-
-        A row with a single 1 times the matrix is a column, exactly: all other products are 0. Other columns are read
-        each `turn`. If .37 % of a matrix of 576 rows differ, as after one step at a learning rate of 1e-6, these
-        columns miss that with a probability of 4e-8.
-        """
+        """Pack a layer's weights; other columns are read each `turn`."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         weight: Any = layer.weight
         packing: Any = SimpleNamespace(weight=weight, bias=getattr(layer, "bias", None))
         dispatch_cpu_unquantized_gemm(packing, remove_weight=False)
         count, width = min(COLUMNS, weight.shape[1]), weight.shape[1]
-        columns_C = torch.arange(turn * count, (turn + 1) * count) % width
-        units_CK = torch.zeros(count, width, dtype=weight.dtype)
-        units_CK[torch.arange(count), columns_C] = 1
-        return cls(packing.cpu_linear, columns_C, packing.cpu_linear(units_CK, weight, None))
+        return cls(packing.cpu_linear, torch.arange(turn * count, (turn + 1) * count) % width)
+
+    def read(self, weight: Tensor) -> None:
+        """Read some columns back.
+
+        A row with a single 1 times the matrix is a column, exactly: all other products are 0. If .37 % of a matrix of
+        576 rows differ, as after one step at a learning rate of 1e-6, these columns miss that with a probability of
+        4e-8.
+        """
+        units_CK = torch.zeros(len(self.columns_C), weight.shape[1], dtype=weight.dtype)
+        units_CK[torch.arange(len(self.columns_C)), self.columns_C] = 1
+        self.read_CN = self.multiply(units_CK, weight, None)
 
     def corrected(self, weight: Tensor) -> Tensor:
         """Return `weight` with the columns that were read. A zero has any sign."""
+        assert self.read_CN is not None, "read comes first"
         own_NC, read_NC = weight[:, self.columns_C], self.read_CN.t()
         if torch.equal(own_NC, read_NC):
             return weight
@@ -169,17 +180,26 @@ class Shadow:
         for name, layer in self._layers:
             layer.__dict__["cpu_linear"] = self._used[name].multiply
 
-    @torch.no_grad()
-    def in_use(self) -> dict[str, Tensor]:
-        """Parameters that the model computes with, after a `swap` and before the next `fill`.
+    def read_back(self) -> None:
+        """Read columns of every packed copy in use."""
+        in_use = self._parameters()
+        for name, _ in self._layers:
+            self._used[name].read(in_use[f"{name}.weight"])
 
-        A packed matrix is the one that was packed, with the columns that were read back. It was not read while steps
-        use it: two threads cannot multiply with one packed copy. A layer that has another packed copy than the last
-        `swap` gave it counts as NaN.
-        """
+    def _parameters(self) -> dict[str, Tensor]:
+        """Parameters from which the packed copies in use were made, and those that have none."""
         twins = dict(self._shadow.named_parameters(remove_duplicate=False))
         every = self._live.named_parameters(remove_duplicate=False)
-        in_use = {name: (p if p.numel() else twins[name]).detach() for name, p in every}
+        return {name: (p if p.numel() else twins[name]).detach() for name, p in every}
+
+    @torch.no_grad()
+    def in_use(self) -> dict[str, Tensor]:
+        """Parameters that the model computes with, after a `swap` and a `read_back`, and before the next `fill`.
+
+        A packed matrix is the one that was packed, with the columns that were read back. A layer that has another
+        packed copy than the last `swap` gave it counts as NaN.
+        """
+        in_use = self._parameters()
         for name, layer in self._layers:
             weight, packed = in_use[f"{name}.weight"], self._used[name]
             is_used = layer.cpu_linear is packed.multiply
