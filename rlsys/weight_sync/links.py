@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 BYTES_PER_S = 1.25e9
@@ -65,13 +64,3 @@ def parents(num_relays: int, num_bytes: int, num_chunks: int, link: Link) -> lis
     if chain_s(*sizes) <= tree_s(*sizes):
         return [max(i - 1, 0) for i in range(num_relays)]
     return [max(i - 1, 0) // 2 for i in range(num_relays)]
-
-
-def best_chunks(num_relays: int, num_bytes: float, link: Link) -> int:
-    """Number of chunks that minimises `chain_s`: sqrt((n - 1) M / (a B)), where its derivative is 0.
-
-    The time is then about (sqrt(M / B) + sqrt((n - 1) a))^2, nearly the same for any number of relays.
-    """
-    ideal = math.sqrt((num_relays - 1) * num_bytes / (link.hop_s * link.bytes_per_s))
-    near = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
-    return min(sorted(near), key=lambda k: chain_s(num_relays, num_bytes, k, link))

@@ -159,7 +159,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class VersionPart:
-    """What one rank publishes of a version."""
+    """One rank's share of a version: its buckets, and the checksums of its rectangles."""
 
     version: PolicyVersion
     rank: int

@@ -30,7 +30,6 @@ from workers.ray.remote_proxy import Remote, start
 from workers.transport.buckets import bucket_hash
 from workers.transport.deltas import patched
 from workers.transport.route import Route, TransportSpec
-from workers.transport.shared_files import remove_segments
 from workers.transport.transport import WeightTransport
 
 
@@ -158,8 +157,7 @@ class RayRelays:
     def close(self) -> None:
         for member in self.members:
             member.kill()
-        if self.transport.name == "shared_memory":
-            remove_segments(self.transport.run)
+        self.transport.remove_leftovers()
 
     async def _watch(
         self,

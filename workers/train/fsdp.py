@@ -30,7 +30,7 @@ from workers.train.logprobs import Scorer
 from workers.train.lora import merge, peft_config, published, without_adapter
 from workers.train.model_loading import CPU, load_model, load_tokenizer, outline
 from workers.train.optimizer import OptimizerSettings
-from workers.train.owned_parts import rectangle_of
+from workers.train.owned_parts import owned_part
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
 from workers.train.routing import RoutingReplay
@@ -182,10 +182,10 @@ class FsdpBackend(Sharded):
         Specs are in the dtype that the model computes in.
         """
         dtype = str(self.dtype).removeprefix("torch.")
-        return {name: rectangle_of(name, dtype, p.detach()) for name, p in published(self._model).items()}
+        return {name: owned_part(name, dtype, p.detach()) for name, p in published(self._model).items()}
 
     def published_rectangles(self) -> list[Rectangle]:
-        """What this rank publishes of the tensors it has, so that each element is published by one rank. Collective."""
+        """Rectangles that this rank publishes of its tensors: each element is published by one rank. Collective."""
         owned = [rectangle for rectangle, _ in self.owned().values()]
         return shares(self._ranks.all_objects(owned))[self._ranks.rank]
 

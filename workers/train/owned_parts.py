@@ -9,7 +9,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
 
 
-def rectangle_of(name: str, dtype: str, tensor: Tensor) -> tuple[Rectangle, Tensor]:
+def owned_part(name: str, dtype: str, tensor: Tensor) -> tuple[Rectangle, Tensor]:
     """Return the rectangle of a tensor that this rank has, and its elements, which share the tensor's memory.
 
     `dtype` is that in which it is published. A rank with none of the tensor has a rectangle without elements.

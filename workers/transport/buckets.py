@@ -1,4 +1,4 @@
-"""What a rank publishes as buckets of plain bytes, and tensors of received buckets, without a copy where possible."""
+"""Buckets of plain bytes that a rank publishes, and tensors of received buckets, without a copy where possible."""
 
 from __future__ import annotations
 

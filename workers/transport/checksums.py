@@ -67,7 +67,10 @@ def _words(matrix: Tensor, lead: int) -> Tensor:
 
     num_bytes = matrix.shape[1] * matrix.element_size()
     if not lead and num_bytes % WORD_BYTES == 0:
-        return matrix.contiguous().view(torch.int32)
+        is_aligned = matrix.storage_offset() * matrix.element_size() % WORD_BYTES == 0
+        return (matrix.contiguous() if is_aligned else matrix.clone(memory_format=torch.contiguous_format)).view(
+            torch.int32
+        )
     width = -(-(lead + num_bytes) // WORD_BYTES) * WORD_BYTES
     padded = torch.zeros(len(matrix), width, dtype=torch.uint8, device=matrix.device)
     padded[:, lead : lead + num_bytes] = matrix.contiguous().view(torch.uint8)

@@ -11,7 +11,7 @@ from rlsys.weight_sync.relay import Relay
 from workers.ray.cluster import has_other_machines, totals
 from workers.ray.remote_proxy import Remote
 from workers.transport.object_store import ObjectStoreTransport
-from workers.transport.shared_files import FOLDER, SharedMemoryTransport
+from workers.transport.shared_files import FOLDER, SharedMemoryTransport, remove_segments
 from workers.transport.transport import TransportName, WeightTransport
 
 NUM_VERSIONS = 5
@@ -50,6 +50,11 @@ class TransportSpec:
         """Start the transport in this process."""
         return SharedMemoryTransport(self.run) if self.name == "shared_memory" else ObjectStoreTransport()
 
+    def remove_leftovers(self) -> None:
+        """Remove what the processes of this relay tier leave on this machine when they end."""
+        if self.name == "shared_memory":
+            remove_segments(self.run)
+
     def place_on(self, node: str) -> str:
         """`WeightTransport.place` of the processes on a node."""
         return SharedMemoryTransport.place if self.name == "shared_memory" else node
@@ -57,7 +62,7 @@ class TransportSpec:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a rank needs to publish weights, and a replica to pull them."""
+    """Relays, transport and deadline by which a rank publishes weights, and a replica pulls them."""
 
     relays: Sequence[Remote[Relay]]
     transport: TransportSpec

@@ -21,7 +21,7 @@ class WeightTransport(Protocol):
 
     @property
     def place(self) -> str:
-        """Where this process is: processes at one place read a reference without a copy."""
+        """Name of the node or machine whose processes read a reference of this one without a copy."""
 
     @property
     def sends(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.weight_sync.links import Link as Speed
-from rlsys.weight_sync.links import best_chunks, chain_s, parents, tree_s
+from rlsys.weight_sync.links import chain_s, parents, tree_s
 from rlsys.weight_sync.relay import (
     TRIES,
     Announcement,
@@ -28,6 +29,16 @@ from tests.relays import CHAIN, TRANSFER_S, Blob, Link, Net, Node, announced, se
 GIGABYTE = 10**9
 WAIT_S = TRANSFER_S / TRIES
 NOTHING = Holding((), None)
+
+
+def best_chunks(num_relays: int, num_bytes: float, link: Speed) -> int:
+    """Number of chunks that minimises `chain_s`: sqrt((n - 1) M / (a B)), where its derivative is 0.
+
+    The time is then about (sqrt(M / B) + sqrt((n - 1) a))^2, nearly the same for any number of relays.
+    """
+    ideal = math.sqrt((num_relays - 1) * num_bytes / (link.hop_s * link.bytes_per_s))
+    near = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
+    return min(sorted(near), key=lambda k: chain_s(num_relays, num_bytes, k, link))
 
 
 def contents(refs: list) -> list[str]:

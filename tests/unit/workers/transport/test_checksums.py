@@ -85,3 +85,8 @@ def test_the_hash_depends_neither_on_order_nor_on_memory_layout():
 def test_tensors_without_elements_have_a_checksum_of_0():
     assert checksum_of(torch.zeros(0, 4)) == checksum_of(torch.zeros(4, 0)) == 0
     assert checksum_of(torch.tensor(1.5)) != 0
+
+
+def test_a_row_that_begins_between_two_words_is_summed():
+    tensor = random_tensor(0, [3, 5], torch.float32).bfloat16()
+    assert checksum(tensor[1:2, :4], (3, 5), (1, 0)) == checksum(tensor[1:2, :4].clone(), (3, 5), (1, 0))
