@@ -162,7 +162,9 @@ def replica(workflow: Workflow) -> RolloutWorker:
     codec = tokenizer()
     said = codec.reply(CALL)
     engine = ScriptedEngine(lambda _: said, num_slots=SLOTS, tick_s=TICK_S, max_context=4096)
-    speech = PolicyText(codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000)
+    speech = PolicyText(
+        codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000, max_context_tokens=4000 + len(said)
+    )
     generator = Generator("rollout-0", engine, speech, None, WeightChange("between", tolerance=0.0))
     return RolloutWorker("rollout-0", workflow, {POLICY: generator})
 

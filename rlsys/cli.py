@@ -300,6 +300,9 @@ def inspect_data(
         list[str] | None, typer.Option(metavar="OURS=THEIRS", help="E.g. prompt=problem; once for each column.")
     ] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Count longer prompts; needs --model.")] = None,
+    chat: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="E.g. system=Hi, a key of rollout.chat; with --model.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Describe a data file: the form of its rows, the use of its columns, two tasks, and lengths of prompts."""
@@ -308,12 +311,14 @@ def inspect_data(
     if unpaired := next((c for c in columns or [] if "=" not in c), None):
         raise typer.BadParameter(f"--columns {unpaired}: give OURS=THEIRS, as in prompt=problem")
     from rlsys import launch
+    from rlsys.config.chat_section import ChatSection
     from rlsys.config.loader import load
     from rlsys.data.inspection import lines_of
     from rlsys.data.row_adapters import Columns
 
     names = load(Columns, [], columns or [])
-    found = launch.inspect_data(path, columns=names, model=model, max_prompt_tokens=max_prompt_tokens)
+    section = load(ChatSection, [], chat or [])
+    found = launch.inspect_data(path, columns=names, model=model, max_prompt_tokens=max_prompt_tokens, chat=section)
     _echo(asdict(found), lines_of(found), as_json=as_json)
 
 
@@ -337,6 +342,13 @@ def try_workflow(
     config = launch.config_to_try(*_split(job))
     tried = launch.try_workflow(config, task, policy=policy, seed=seed, with_reward=reward)
     _echo(tried.as_json(), tried.lines(), as_json=as_json)
+    if not as_json:
+        for sample in tried.samples:
+            _say(sample.heading)
+            for is_trained, text in sample.parts:
+                colour = typer.colors.GREEN if is_trained else typer.colors.BRIGHT_BLACK
+                label = "  trained " if is_trained else "  context "
+                typer.echo(label + typer.style(printable(text).replace("\n", "\n          "), fg=colour))
 
 
 @app.command()

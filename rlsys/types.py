@@ -44,7 +44,21 @@ class Message(TypedDict):
 
 
 Prompt: TypeAlias = "str | tuple[Message, ...]"
-"""Plain text, tokenized unchanged, or messages, rendered with the model's chat template."""
+"""Messages, rendered with the model's chat template, or text: a user's message where the model has a template, and
+tokenized unchanged otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Input of a chat template besides the messages."""
+
+    tools: tuple[Mapping[str, Json], ...] = ()
+    """Schemas of the tools on offer, in the OpenAI form."""
+    template_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    """Variables of the template, e.g. `{"enable_thinking": False}`."""
+
+
+NO_OPTIONS = ChatOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +69,10 @@ class Task:
     """Stable name of the row: its own `id` column, or a hash of its content."""
     prompt: Prompt
     answer: str | None = None
+    tools: tuple[Mapping[str, Json], ...] = ()
+    """Schemas of tools that `single_turn` offers: the reply's calls are for the reward to judge, nothing runs them."""
+    template_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    """Variables of the chat template in all conversations about this task."""
     info: Mapping[str, Json] = field(default_factory=dict)
     """Every other column of the row; reward functions pick from it by name."""
 

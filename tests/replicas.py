@@ -100,7 +100,12 @@ def replica_of(
 ) -> RolloutWorker:
     """A replica that takes prompts of 60 tokens, and replies with `num_tokens`; with `base`, it takes adapters."""
     sampling = Sampling(max_new_tokens=num_tokens)
-    speech = PolicyText(TextTokenizer(build_tokenizer()), sampling, max_prompt_tokens=60)
+    speech = PolicyText(
+        TextTokenizer(build_tokenizer()),
+        sampling,
+        max_prompt_tokens=60,
+        max_context_tokens=60 + sampling.max_new_tokens,
+    )
     generator = Generator(name, engine, speech, puller, WeightChange(when, tolerance=1e-3), recorder, base=base)
     return RolloutWorker(name, workflow or SingleTurn(), {POLICY: generator})
 

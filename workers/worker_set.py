@@ -316,6 +316,7 @@ def _replicas(
         bindings=config.agents if config.policies else {},
         sampling=Sampling(temperature=section.temperature, max_new_tokens=rollout.max_new_tokens),
         max_prompt_tokens=config.data.max_prompt_tokens,
+        chat=rollout.chat.with_text(),
         workflow=rollout.workflow,
         resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
     )

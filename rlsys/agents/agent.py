@@ -17,7 +17,7 @@ from rlsys.agents.tool_calls import Call, ToolCall, described, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
 from rlsys.batch.samples import without_repeats
 from rlsys.errors import TaskTooLong, ToolError
-from rlsys.types import OK, TRUNCATED, Message, Prompt, Trajectory, Turn, failed
+from rlsys.types import NO_OPTIONS, OK, TRUNCATED, ChatOptions, Message, Prompt, Trajectory, Turn, failed
 from rlsys.util.seeds import request_seed
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class AgentStopped(Exception):
 
 
 class ContextFull(AgentStopped):
-    """A conversation outgrew `data.max_prompt_tokens`."""
+    """A conversation outgrew `rollout.max_context_tokens`."""
 
 
 class BudgetSpent(AgentStopped):
@@ -46,23 +46,41 @@ class Policy(Protocol):
     def max_new_tokens(self) -> int:
         """The run's limit on the tokens of a reply."""
 
-    async def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """Return the token ids of plain text, or of messages in the chat template with the assistant's turn opened.
+    @property
+    def has_chat_template(self) -> bool:
+        """True if text prompts are messages of the user. Otherwise a context of text is one text."""
 
-        `tools` are described by the chat template if it supports tools, else in the system message. Plain text is
-        encoded unchanged, without tools. Raises `TaskTooLong` for a text that is too large to be a prompt.
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The tokens that end a reply, as text."""
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+
+    def check_task(self, prompt_ids: tuple[int, ...]) -> None:
+        """Raise `TaskTooLong` if the prompt of a task has more than `data.max_prompt_tokens`."""
+
+    async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
+        """Return the token ids of the start of a context: of plain text after the start token, or of messages in the
+        chat template. The assistant's turn is opened, or continued if the last message is the assistant's.
+
+        Tools are described by the chat template if it supports tools, else in the system message. Raises `TaskTooLong`
+        for a text that is too large to be a prompt.
         """
+
+    async def append(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of plain text that continues a context. Raises `TaskTooLong` as `encode` does."""
 
     async def extend(
         self,
         ids: tuple[int, ...],
         said: tuple[Message, ...],
         new: tuple[Message, ...],
-        tools: Sequence[ToolSchema] = (),
+        options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:
         """Return the prompt ids of the next turn. `ids` are the tokens of `said`, which ends with the policy's reply.
 
-        `tools` are those that the conversation was opened with; they offer no new tools. The result starts with `ids`
+        `options` are those that the conversation was opened with; they offer no new tools. The result starts with `ids`
         wherever the chat template allows it, so that no token of the policy is tokenized again. Raises `TaskTooLong`
         for a text that is too large to be a prompt.
         """
@@ -95,8 +113,10 @@ class Context:
     """Tokens of the context, including the policy's; empty until the context is tokenized."""
     unread: str = ""
     """Plain text after these tokens, which the next turn tokenizes."""
-    opened_with: tuple[ToolSchema, ...] = ()
-    """Tools offered in the first tokens."""
+    begun: str = ""
+    """Start of the next reply, from a prompt that ends with a message of the assistant."""
+    opened_with: ChatOptions = NO_OPTIONS
+    """Options of the first tokens."""
     offered: tuple[ToolSchema, ...] = ()
     """Tools offered at the end of the context."""
 
@@ -139,15 +159,18 @@ class Agent:
 
     # ---------------------------------------------------------------------------------------------------- speaking
 
-    async def chat(self, prompt: Prompt | None, *, max_new_tokens: int | None = None) -> str:
+    async def chat(
+        self, prompt: Prompt | None, *, tools: tuple[ToolSchema, ...] = (), max_new_tokens: int | None = None
+    ) -> str:
         """Append `prompt` (text or messages) to the conversation, and return the policy's reply.
 
-        None continues from the current context. `max_new_tokens` can lower the run's limit, never raise it. In a
-        plain-text context, text is appended unchanged; in a conversation, it is a user message.
+        None continues from the current context. `max_new_tokens` can lower the run's limit, never raise it. Text is a
+        user's message; if the model has no chat template and no message came before, it is appended unchanged.
 
-        Raises `ContextFull` if the conversation no longer fits, `BudgetSpent` if a limit of the workflow is reached.
+        `tools` are described to the policy; `act` also reads its calls. Raises `ContextFull` if the conversation no
+        longer fits, `BudgetSpent` if a limit of the workflow is reached.
         """
-        return await self._exchange(prompt, max_new_tokens=max_new_tokens)
+        return await self._exchange(prompt, tools, max_new_tokens=max_new_tokens)
 
     async def act(self, prompt: Prompt | None, tools: Toolbox, *, max_new_tokens: int | None = None) -> Reply:
         """Chat with tools on offer. Returns the reply with its calls, which `answer` runs.
@@ -213,7 +236,7 @@ class Agent:
         Continue with `chat(None)`. In a conversation, text becomes a user message; otherwise it is plain text.
         """
         self._check_silent()
-        is_plain = isinstance(prompt, str) and not self.context.said
+        is_plain = isinstance(prompt, str) and not self.context.said and not self._policy.has_chat_template
         self.context = Context(unread=prompt) if is_plain else Context(messages_of(prompt))
         self._session.note(self, "rewritten", prompt)
 
@@ -264,6 +287,8 @@ class Agent:
         self.request = (task, ended)
         try:
             asked = await self._asked(prompt, tools)
+            if not self._session.has_replies:
+                self._policy.check_task(asked.ids)
             if prompt is not None:
                 self._session.note(self, "user", prompt)
             if recited is None:
@@ -279,26 +304,32 @@ class Agent:
             ended.set_result(None)
         self.turns.append(turn)
         self._session.note(self, "assistant", turn.text)
-        said = (*asked.said, Message(role="assistant", content=turn.text)) if asked.said else ()
-        self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids)
+        reply = Message(role="assistant", content=asked.begun + turn.text)
+        said = (*asked.said, reply) if asked.said else ()
+        self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids, begun="")
         return turn.text
 
     async def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
         before = self.context
+        if not before.said and not before.is_plain and isinstance(prompt, str) and self._policy.has_chat_template:
+            prompt = messages_of(prompt)
         if not before.said and not isinstance(prompt, tuple):
             if tools:
                 raise ValueError(
                     f"agent {self.name!r} speaks plain text, which offers no tools: begin with messages, or with a "
                     "system message"
                 )
-            ids = before.ids + await self._policy.encode(before.unread + (prompt or ""))
+            text = before.unread + (prompt or "")
+            ids = before.ids + await (self._policy.append(text) if before.ids else self._policy.encode(text))
             return replace(before, ids=ids, unread="")
         if before.is_plain:
             raise ValueError(f"agent {self.name!r} began with plain text and cannot go on with messages")
         new = () if prompt is None else messages_of(prompt)
         if not before.ids:
-            said = (*before.said, *new)
-            return Context(said, await self._policy.encode(said, tools), opened_with=tools, offered=tools)
+            said, options = (*before.said, *new), ChatOptions(tools, self._session.task.template_kwargs)
+            ids = await self._policy.encode(said, options)
+            begun = said[-1]["content"] if said[-1]["role"] == "assistant" else ""
+            return Context(said[:-1] if begun else said, ids, begun=begun, opened_with=options, offered=tools)
         if tools and tools != before.offered:
             new = appended(new, described(tools)) if new else messages_of(described(tools))
         ids = await self._policy.extend(before.ids, before.said, new, before.opened_with)

@@ -99,10 +99,10 @@ class Workflow(Budget):
 
 
 class SingleTurn(Workflow):
-    """One agent, one reply to the task's prompt."""
+    """One agent, one reply to the task's prompt. The tools of the task are on offer; calls in the reply are not run."""
 
     async def run(self, session: Session) -> None:
-        await session.agent(POLICY).chat(session.task.prompt)
+        await session.agent(POLICY).chat(session.task.prompt, tools=session.task.tools)
 
 
 async def play(workflow: Workflow, session: Session, worker: str) -> Episode:

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import REFERENCE_SIGNALS, Algorithm, Signal, version_after
+from rlsys.config.chat_section import ChatSection
 from rlsys.config.config_problems import nearest, nested, refuse, shown
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
@@ -91,7 +92,8 @@ class DataSection(Section):
     columns: Columns = Columns()
     """Column names that differ from those of the supported forms, in evaluation data too."""
     max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt is dropped and counted as `too_long`; one that is too long by its size alone is not tokenized."""
+    """A task with a longer prompt is dropped and counted as `too_long`; later turns are bounded by
+    `rollout.max_context_tokens`."""
     shuffle: bool = True
     """Draw a new order every epoch (from `run.seed`), or keep the order of the file."""
 
@@ -113,6 +115,10 @@ class RolloutSection(Section):
     """Sequences that one replica decodes together; further ones wait."""
     max_new_tokens: PositiveInt = 256
     """Longest completion of one turn, in tokens."""
+    max_context_tokens: PositiveInt | None = None
+    """Longest conversation with its last reply, in tokens; a longer one ends as truncated. None:
+    `data.max_prompt_tokens` + `rollout.max_new_tokens`."""
+    chat: ChatSection = ChatSection()
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature; recorded logprobs are those of the tempered distribution."""
     weight_change: Literal["between", "inflight", "beside"] = "between"
@@ -411,6 +417,11 @@ class Config(Section):
         return dump(self.model_dump(mode="json"))
 
     @property
+    def max_context_tokens(self) -> int:
+        """Most tokens of a conversation, and so of a sample."""
+        return self.rollout.max_context_tokens or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def run_dir(self) -> Path:
         """Directory of this run: `run.folder/run.name`."""
         return self.run.folder / self.run.name
@@ -524,11 +535,15 @@ class Config(Section):
 
     @field_validator("rollout")
     @classmethod
-    def _fits_the_engine(cls, rollout: RolloutSection) -> RolloutSection:
+    def _fits_the_engine(cls, rollout: RolloutSection, info: ValidationInfo) -> RolloutSection:
         shards, change = rollout.tensor_parallel, rollout.weight_change
         is_beside, problems = change == "beside", []
         if shards > 1 and rollout.engine == "local":
             problems.append((("tensor_parallel",), f"{shards} needs the engine vllm: local has no shards"))
+        longest = info.data["data"].max_prompt_tokens if "data" in info.data else 0
+        if rollout.max_context_tokens is not None and rollout.max_context_tokens <= longest:
+            text = f"should be more than data.max_prompt_tokens ({longest}): a reply comes after the prompt"
+            problems.append((("max_context_tokens",), text))
         if rollout.num_gpus and rollout.num_gpus < shards:
             problems.append((("num_gpus",), f"should be {shards}, one for each shard (rollout.tensor_parallel)"))
         if rollout.resident_versions is not None and not is_beside:

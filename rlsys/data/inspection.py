@@ -30,6 +30,8 @@ _WIDTH = 200
 class Rendering:
     """Tokenization of prompts, the same as in a rollout worker."""
 
+    opened: Callable[[Task], Ids]
+    """Tokens of a task's prompt."""
     encode: Callable[[Prompt], Ids]
     extend: Callable[[Ids, tuple[Message, ...], tuple[Message, ...]], Ids]
     """From ids, their messages and new messages to the ids of all; see `rlsys.agents.workflow.Policy`."""
@@ -37,6 +39,8 @@ class Rendering:
     """Text of ids, special tokens included."""
     template: str | None
     """Chat template; None for a model without one."""
+    stops: tuple[str, ...]
+    """The tokens that end a reply, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ class Inspection:
     """First prompt as the model sees it, special tokens included; None without a model."""
     template: TemplateReport | None
     """None without a model or a chat template."""
+    stops: tuple[str, ...] | None
+    """The tokens that end a reply, as text; None without a model."""
 
 
 def inspect(
@@ -124,22 +130,22 @@ def inspect(
     `max_prompt_tokens` applies only with a rendering. Raises `DataError` where a run would.
     """
     file = read(path, columns)
-    prompts = [task.prompt for task in file.tasks]
-    lengths = [len(rendering.encode(prompt)) if rendering else _num_characters(prompt) for prompt in prompts]
+    lengths = [len(rendering.opened(t)) if rendering else _num_characters(t.prompt) for t in file.tasks]
     limit = max_prompt_tokens if rendering else None
     return Inspection(
         path=os.fspath(path),
         split=file.split,
         kind=file.layout.form.kind,
-        num_rows=len(prompts),
+        num_rows=len(file.tasks),
         num_answers=sum(task.answer is not None for task in file.tasks),
         columns=tuple(ColumnReport(name, num, file.layout.became(name)) for name, num in _filled(file.rows).items()),
         tasks=tuple(file.tasks[:_TASKS_SHOWN]),
         lengths=Lengths.of("tokens" if rendering else "characters", lengths),
         max_prompt_tokens=limit,
         num_too_long=None if limit is None else sum(length > limit for length in lengths),
-        first_prompt=rendering.spell(rendering.encode(prompts[0])) if rendering else None,
+        first_prompt=rendering.spell(rendering.opened(file.tasks[0])) if rendering else None,
         template=TemplateReport.of(rendering.template, rendering) if rendering and rendering.template else None,
+        stops=rendering.stops if rendering else None,
     )
 
 
@@ -176,6 +182,7 @@ def lines_of(found: Inspection) -> Iterator[str]:
         yield from (f"  {part:<8}{_cut(value)}" for part, value in _parts(task))
     if found.first_prompt is not None:
         yield f"\nthe first prompt as the model sees it:\n{found.first_prompt}"
+        yield f"\n{_stops_line(found.stops or ())}"
     n = found.lengths
     line = f"prompts, in {n.unit}: min {n.min}, p50 {n.p50}, p90 {n.p90}, p99 {n.p99}, max {n.max}"
     if found.num_too_long is not None:
@@ -199,9 +206,15 @@ def _cut(value: str) -> str:
     return line if len(line) <= _WIDTH else f"{line[:_WIDTH]}... ({len(line)} characters)"
 
 
+def _stops_line(stops: Sequence[str]) -> str:
+    if not stops:
+        return "a reply ends at no token, only at rollout.max_new_tokens: the model's files name no end token"
+    return f"the policy samples and trains what follows, up to and including one of: {' '.join(stops)}"
+
+
 def _template_line(template: TemplateReport | None) -> str:
     if template is None:
-        return "chat template: none; prompts must be plain text"
+        return "chat template: none; prompts must be plain text, and the texts of later turns follow without a mark"
     if not template.keeps_turns:
         kept = "rewrites earlier turns, so every turn of a conversation is a separate sample"
     elif not template.keeps_reasoning:

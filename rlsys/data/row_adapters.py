@@ -15,6 +15,9 @@ Every column stays in `Task.info` under its name, except `prompt`, `answer` and 
 `info` column that is an object, or the text of one, is unpacked; a column of the same name overrides its entry. An
 answer from another column than `answer` is also `info.ground_truth`, unconverted, unless the row has that column. If it
 is neither text nor number, `Task.answer` is its JSON text, with sorted keys.
+
+Replies continue a `prompt` that ends with a message of the assistant. `tools` (schemas in the OpenAI form) and
+`chat_template_kwargs` (variables of the chat template) go into the conversation too; both may be JSON text.
 """
 
 from __future__ import annotations
@@ -196,7 +199,14 @@ def task_of(row: object, layout: Layout) -> Task:
     if source["answer"] != "answer" and found is not None and info.get("ground_truth") is None:
         info["ground_truth"] = found
     content = orjson.dumps([prompt, answer, info], option=orjson.OPT_SORT_KEYS)
-    return Task(id=own_id or xxh3_64_hexdigest(content), prompt=prompt, answer=answer, info=info)
+    return Task(
+        id=own_id or xxh3_64_hexdigest(content),
+        prompt=prompt,
+        answer=answer,
+        tools=_tools_of(info.get("tools")),
+        template_kwargs=_template_kwargs_of(info.get("chat_template_kwargs")),
+        info=info,
+    )
 
 
 def _check(row: Row, layout: Layout) -> None:
@@ -236,20 +246,89 @@ def _prompt_of(source: str, prompt: Json) -> Prompt:
     if not prompt:
         raise RowProblem(f"the `{source}` is empty")
     messages = tuple(message_of(source, number, message) for number, message in enumerate(prompt, 1))
-    if messages[-1]["role"] == "assistant":
-        raise RowProblem(f"the last message of the `{source}` is the assistant's; a prompt ends before it answers")
+    if messages[-1]["role"] == "assistant" and source == "messages":
+        raise RowProblem(
+            "the last message of `messages` is the assistant's: if it is an answer, remove it; if replies should "
+            "continue it, call the column `prompt`"
+        )
     return messages
 
 
 def message_of(source: str, number: int, message: Json) -> Message:
-    """Check that a message has exactly `role` and `content`; ignores null keys, which columnar files add."""
+    """Check a message in the OpenAI form, and put its text parts together; ignores null keys, which columnar files add.
+
+    Besides `role` and `content`, an assistant's message may have `tool_calls`, and a tool's a `tool_call_id` and a
+    `name`.
+    """
+    where = f"message {number} of the `{source}`"
     given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    role, content = given.pop("role", None), given.pop("content", None)
-    if not (isinstance(role, str) and isinstance(content, str)):
-        raise RowProblem(f'message {number} of the `{source}` is not of the form {{"role": "...", "content": "..."}}')
+    role, content, calls = given.pop("role", None), given.pop("content", None), given.pop("tool_calls", [])
+    if calls and role != "assistant":
+        raise RowProblem(f"{where} has tool_calls, and its role is {role}: only the assistant calls tools")
+    text = _text_in(where, "" if content is None and calls else content)
+    if not isinstance(role, str) or text is None:
+        raise RowProblem(f'{where} is not of the form {{"role": "...", "content": "..."}}')
+    found = Message(role=role, content=text)
+    if calls:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) and "function" in call for call in calls):
+            raise RowProblem(f'{where}: its tool_calls are not of the form [{{"function": {{"name", "arguments"}}}}]')
+        found["tool_calls"] = calls
+    if role == "tool":
+        for key in ("tool_call_id", "name"):
+            if isinstance(value := given.pop(key, None), str):
+                found[key] = value
     if given:
-        raise RowProblem(f"message {number} of the `{source}` has {', '.join(given)} besides role and content")
-    return {"role": role, "content": content}
+        raise RowProblem(f"{where} has {', '.join(given)} besides role and content")
+    return found
+
+
+def _text_in(where: str, content: Json) -> str | None:
+    """Text of a message's content: text, or a list of text parts. None for anything else."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts: list[str] = []
+    for part in content:
+        filled = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+        kind, text = filled.get("type"), filled.get("text")
+        if kind != "text" or not isinstance(text, str):
+            raise RowProblem(f"{where} has a part of type {kind}; only text can be trained on")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tools_of(value: Json) -> tuple[dict[str, Json], ...]:
+    """Read the column `tools`: schemas in the OpenAI form, or their JSON text, as columnar files need it."""
+    found = _parsed("tools", value)
+    if found is None:
+        return ()
+    schemas = [_parsed("tools", tool) for tool in found] if isinstance(found, list) else []
+    tools = [tool for tool in schemas if isinstance(tool, dict) and isinstance(tool.get("function"), dict)]
+    if not isinstance(found, list) or len(tools) < len(schemas):
+        form = '[{"type": "function", "function": {"name", "description", "parameters"}}]'
+        raise RowProblem(f"`tools` is not of the form {form}; give schemas, or give the column another name")
+    return tuple(without_nulls(tool) for tool in tools)
+
+
+def _template_kwargs_of(value: Json) -> dict[str, Json]:
+    found = _parsed("chat_template_kwargs", value)
+    if found is not None and not isinstance(found, dict):
+        raise RowProblem(f"`chat_template_kwargs` is {named(found)}; give an object, as in {{enable_thinking: false}}")
+    return {name: value for name, value in (found or {}).items() if value is not None}
+
+
+def _parsed(column: str, value: Json) -> Json:
+    """Parse a value that is given as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise RowProblem(f"`{column}` is text, but not JSON: {error.msg}") from None
+
+
+def without_nulls(value: dict[str, Json]) -> dict[str, Json]:
+    """Remove the null keys at every level, which columnar files add to objects of different keys."""
+    return {key: without_nulls(v) if isinstance(v, dict) else v for key, v in value.items() if v is not None}
 
 
 def _text_of(source: str, value: Json) -> str | None:

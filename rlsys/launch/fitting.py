@@ -20,7 +20,7 @@ from rlsys.config.memory_plan import WorkerMemory, gigabytes, table_of
 from rlsys.config.resource_plan import plan_of
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ConfigError
-from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, context_of, engine_of
+from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, engine_of
 from rlsys.launch.preflight import check_rows
 
 USUAL_GPU = 80 * 10**9
@@ -209,7 +209,7 @@ class NearestPlan:
 
     def _training_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
         kinds: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
-        tokens = _halved(settings.micro_batch_tokens, least=context_of(self._config))
+        tokens = _halved(settings.micro_batch_tokens, least=self._config.max_context_tokens)
         mesh = settings.mesh
         counts = {*_halved(mesh.shard), *_doubled(mesh.shard, MOST_RANKS)}
         meshes = [mesh.model_copy(update={"shard": n}) for n in counts if n * mesh.num_peers % mesh.expert == 0]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
+from rlsys.config.chat_section import ChatSection
 from rlsys.config.loader import load_sections
 from rlsys.config.resource_plan import evaluation_roles, needs
 from rlsys.data.inspection import Inspection, Rendering, inspect
@@ -245,8 +246,10 @@ def inspect_data(
     columns: Columns = AS_FOUND,
     model: str | None = None,
     max_prompt_tokens: int | None = None,
+    chat: ChatSection | None = None,
 ) -> Inspection:
-    """Inspect a data file; with `model` (folder or hub name), through that model's tokenizer and chat template.
+    """Inspect a data file; with `model` (folder or hub name), through that model's tokenizer and chat template, or as
+    `chat` changes it.
 
     Starts no workers, and needs no network for files. Raises `DataError` where a run would, `ModelError` for a model
     without a tokenizer.
@@ -256,7 +259,6 @@ def inspect_data(
     preflight.prepare_imports()
     from workers.text.tokenizer import TextTokenizer
 
-    codec = TextTokenizer.load(model)
-    template = codec.tokenizer.get_chat_template() if codec.tokenizer.chat_template else None
-    rendering = Rendering(codec.encode, codec.extend, codec.spell, template)
+    codec = TextTokenizer.load(model, (chat or ChatSection()).with_text())
+    rendering = Rendering(codec.opened, codec.encode, codec.extend, codec.spell, codec.template, codec.stop_texts)
     return inspect(path, columns, rendering, max_prompt_tokens)

@@ -172,7 +172,7 @@ class PlannedWorkers:
     def _generator(self, config: Config, settings: MemorySettings, num_engines: int) -> Memory:
         """Memory of one engine of a replica, on each of its devices."""
         sizes, value_bytes = self.sizes(config.model.path), VALUE_BYTES[settings.dtype]
-        forward, context = self._forward(config.model.path, settings), context_of(config)
+        forward, context = self._forward(config.model.path, settings), config.max_context_tokens
         if engine_of(config) == "vllm" and config.rollout.num_gpus:
             return blocks_memory(
                 sizes,
@@ -202,7 +202,7 @@ class PlannedWorkers:
     def _sequences(self, settings: MemorySettings, memory: Memory) -> str:
         """Say how many sequences a replica's cache has room for."""
         of_token = VALUE_BYTES[settings.dtype] * self.sizes(self._config.model.path).cached
-        context = context_of(self._config)
+        context = self._config.max_context_tokens
         shards = min(settings.tensor_parallel, self.sizes(self._config.model.path).key_value_heads)
         count = memory.kv_cache * shards // (of_token * context)
         return f"its cache has room for {count} {'sequence' if count == 1 else 'sequences'} of {context} tokens"
@@ -253,8 +253,3 @@ def engine_of(config: Config) -> Literal["local", "vllm"]:
         return rollout.engine
     fits_vllm = config.resident_versions == 1 or config.train.lora is not None
     return "vllm" if rollout.tensor_parallel > 1 or (rollout.num_gpus and fits_vllm) else "local"
-
-
-def context_of(config: Config) -> int:
-    """Most tokens of one sample."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens

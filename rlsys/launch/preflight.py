@@ -98,11 +98,12 @@ def check_model(config: Config) -> None:
 
 def check_rows(config: Config) -> None:
     """Raise `ConfigError` unless each sample fits in a row: rows are what memory is planned for."""
-    longest, tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.train.micro_batch_tokens
+    longest, tokens = config.max_context_tokens, config.train.micro_batch_tokens
     if tokens < longest:
         raise ConfigError(
-            f"train.micro_batch_tokens: a sample can have {longest} tokens (data.max_prompt_tokens + "
-            f"rollout.max_new_tokens), and would not fit in a row of {tokens}: set it to {longest} or more, or lower "
+            f"train.micro_batch_tokens: a sample can have {longest} tokens (rollout.max_context_tokens, or "
+            f"data.max_prompt_tokens + rollout.max_new_tokens), and would not fit in a row of {tokens}: set it to "
+            f"{longest} or more, or lower "
             "the others"
         )
 

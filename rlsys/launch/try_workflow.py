@@ -7,12 +7,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rlsys.agents.agent import Policy
 from rlsys.agents.session import Said, shown_line
 from rlsys.agents.workflow import Session, play
+from rlsys.batch.samples import Sample, samples_of
 from rlsys.config import Config
 from rlsys.data.row_adapters import RowProblem, sniff, task_of
 from rlsys.data.task_file import load_tasks
@@ -28,6 +31,23 @@ _NONE = "none"
 
 
 @dataclass(frozen=True)
+class ShownSample:
+    """Unit of training as text, special tokens included."""
+
+    heading: str
+    parts: tuple[tuple[bool, str], ...]
+    """Runs of tokens in order: True for what the policy sampled, which is trained, and False for context."""
+
+    @classmethod
+    def of(cls, heading: str, sample: Sample, policy: Policy) -> ShownSample:
+        """Spell a sample."""
+        ids = sample.prompt_ids + sample.completion_ids
+        trained = (False,) * len(sample.prompt_ids) + sample.is_trained
+        runs = groupby(zip(ids, trained, strict=True), key=itemgetter(1))
+        return cls(heading, tuple((key, policy.spell([token for token, _ in run])) for key, run in runs))
+
+
+@dataclass(frozen=True)
 class Tried:
     """One session and its result."""
 
@@ -37,6 +57,8 @@ class Tried:
     said: tuple[Said, ...]
     score: Score | None
     """Score of the reward functions, if requested."""
+    samples: tuple[ShownSample, ...]
+    """What would be trained, in order."""
 
     def lines(self) -> Iterator[str]:
         """Lines for a terminal: the messages, and the result of each agent."""
@@ -60,9 +82,10 @@ class Tried:
         """Session as JSON, with complete texts."""
         said: list[Json] = [{**asdict(each)} for each in self.said]
         score: Any = None if self.score is None else {**asdict(self.score), "parts": dict(self.score.parts)}
+        samples: list[Any] = [asdict(sample) for sample in self.samples]
         return {
             "workflow": self.workflow, "task_id": self.task.id, "said": said, "agents": [*self._agents()],
-            "reward": score,
+            "reward": score, "samples": samples,
         }  # fmt: skip
 
     def _agents(self) -> Iterator[dict[str, Json]]:
@@ -106,20 +129,29 @@ def try_workflow(
     workflow = config.rollout.workflow
     workflow.check([row], group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
     name = type(workflow).__name__
-    session, episode = asyncio.run(_played(config, row, _policies(config, policy), seed))
+    session, episode, samples = asyncio.run(_played(config, row, _policies(config, policy), seed))
     score = None
     if rewards is not None and not episode.trajectories[0].outcome.is_failed:
         (score,) = rewards.score(row, [RewardInput.of(episode)])
-    return Tried(name, row, episode, tuple(session.log), score)
+    return Tried(name, row, episode, tuple(session.log), score, samples)
 
 
 async def _played(
     config: Config, task: Task, policies: AbstractAsyncContextManager[Mapping[str, Policy]], seed: int
-) -> tuple[Session, Episode]:
+) -> tuple[Session, Episode, tuple[ShownSample, ...]]:
     async with policies as speaking:
         workflow = config.rollout.workflow
         session = workflow.session(task, speaking, seed, 0, config.agents)
-        return session, await play(workflow, session, "rlsys workflow try")
+        episode = await play(workflow, session, "rlsys workflow try")
+        return session, episode, tuple(_shown(episode, speaking))
+
+
+def _shown(episode: Episode, policies: Mapping[str, Policy]) -> Iterator[ShownSample]:
+    for index, trajectory in enumerate(episode.trajectories):
+        policy = policies[trajectory.policy]
+        stops = f", replies end at {' '.join(policy.stop_texts)}" if policy.stop_texts else ""
+        for number, sample in enumerate(samples_of(trajectory), 1):
+            yield ShownSample.of(f"#{index} {trajectory.agent}, sample {number}{stops}:", sample, policy)
 
 
 def _policies(config: Config, script: str | None) -> AbstractAsyncContextManager[Mapping[str, Policy]]:

@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 
 from rlsys.agents.agent import Policy
 from rlsys.agents.tool_calls import described
-from rlsys.agents.tools import ToolSchema
 from rlsys.agents.workflow import Workflow
-from rlsys.types import Episode, Message, PolicyVersion, Prompt, Sampling, Task, Turn, VersionSpan
+from rlsys.types import (
+    NO_OPTIONS,
+    ChatOptions,
+    Episode,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Sampling,
+    Task,
+    Turn,
+    VersionSpan,
+)
 
 
 @dataclass
@@ -31,21 +41,37 @@ class ScriptedPolicy:
     """Version of all its tokens."""
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Prompt and seed of every request, in order."""
+    has_chat_template: bool = False
+    """True to read text prompts as messages of the user."""
 
-    async def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return ()
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def check_task(self, prompt_ids: tuple[int, ...]) -> None:
+        """Do nothing: prompts of any length are allowed."""
+
+    async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(map(ord, prompt))
-        offer = f"<tools>{described(tools)}\n" if tools else ""
-        return tuple(map(ord, offer + _written(prompt)))
+            return await self.append(prompt)
+        offer = f"<tools>{described(options.tools)}\n" if options.tools else ""
+        text = offer + _written(prompt)
+        return await self.append(text.removesuffix("\n<assistant>") if prompt[-1]["role"] == "assistant" else text)
+
+    async def append(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
 
     async def extend(
         self,
         ids: tuple[int, ...],
         said: tuple[Message, ...],
         new: tuple[Message, ...],
-        tools: Sequence[ToolSchema] = (),
+        options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:
-        return ids + await self.encode("\n" + _written(new))
+        return ids + await self.append("\n" + _written(new))
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         prompt = "".join(map(chr, prompt_ids))

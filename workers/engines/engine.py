@@ -135,7 +135,7 @@ class EngineSpec:
             model_path=config.model.path,
             dtype=config.model.dtype,
             slots=rollout.slots,
-            max_context=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            max_context=config.max_context_tokens,
             kv_cache=rollout.kv_cache,
             tensor_parallel=rollout.tensor_parallel,
             step_s=limits.step_s,

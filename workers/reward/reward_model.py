@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from rlsys.agents.agent import messages_of
 from rlsys.errors import ModelError
 from rlsys.types import Message, Prompt
 from workers.text.tokenizer import rendered
@@ -44,18 +45,20 @@ class RewardModel:
         self._model = on_device(model, device)
         self._tokenizer = load_tokenizer(path, _KEY)
         self._tokenizer.truncation_side = "left"
+        self._template = self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
         _agree_on_padding(self._model, self._tokenizer, path)
 
     @torch.inference_mode()
     def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
         """The logit of each completion, in one batch.
 
-        Messages are rendered with the model's own chat template, the completion as the assistant's turn; plain text is
-        concatenated. Raises `DataError` for messages if there is no template or if it refuses them.
+        Messages are rendered with the model's own chat template, the completion as the assistant's turn; a text prompt
+        is a user's message. Without a template, text is concatenated. Raises `DataError` for messages if there is no
+        template or if it refuses them.
         """
         inputs = self._tokenizer(
             [self._text(prompt, completion) for completion in completions],
-            add_special_tokens=isinstance(prompt, str),  # a chat template has already written them
+            add_special_tokens=not self._template,  # a chat template has already written them
             padding=True,
             padding_side="right",
             truncation=True,
@@ -65,10 +68,11 @@ class RewardModel:
         return self._model(**inputs.to(self._device)).logits[:, 0].float().tolist()
 
     def _text(self, prompt: Prompt, completion: str) -> str:
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and not self._template:
             return prompt + completion
-        messages = (*prompt, Message(role="assistant", content=completion))
-        return rendered(self._tokenizer, messages, whose=f"the reward model {self._path!r}", opens_turn=False)
+        messages = (*messages_of(prompt), Message(role="assistant", content=completion))
+        whose = f"the reward model {self._path!r}"
+        return rendered(self._tokenizer, messages, self._template, whose=whose, opens_turn=False)
 
 
 def _agree_on_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlsys.agents.tools import ToolSchema
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
-from rlsys.types import Acknowledged, Message, Prompt, Sampling, Turn, VersionSpan
+from rlsys.types import NO_OPTIONS, Acknowledged, ChatOptions, Message, Prompt, Sampling, Turn, VersionSpan
 from workers.engines.engine import Completion, Request
 from workers.text.tokenizer import TextTokenizer, TextTooLarge
 
@@ -62,6 +61,9 @@ class PolicyText:
     codec: TextTokenizer
     sampling: Sampling
     max_prompt_tokens: int
+    """Most tokens of a task's prompt."""
+    max_context_tokens: int
+    """Most tokens of a conversation, its last reply included."""
 
 
 @dataclass
@@ -92,25 +94,47 @@ class GroupRoute:
     def max_new_tokens(self) -> int:
         return self.speech.sampling.max_new_tokens
 
-    async def encode(self, prompt: Prompt, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        work = partial(self.speech.codec.encode, prompt, tools, most=self.speech.max_prompt_tokens)
-        return await self._tokenized(work, num_chars((prompt, tools)))
+    @property
+    def has_chat_template(self) -> bool:
+        return self.speech.codec.has_chat_template
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return self.speech.codec.stop_texts
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return self.speech.codec.spell(ids)
+
+    def check_task(self, prompt_ids: tuple[int, ...]) -> None:
+        if len(prompt_ids) > self.speech.max_prompt_tokens:
+            allowed = f"allowed are 1 to data.max_prompt_tokens = {self.speech.max_prompt_tokens}"
+            raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{len(prompt_ids)} tokens, {allowed}")
+
+    async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
+        work = partial(self.speech.codec.encode, prompt, options, most=self.speech.max_context_tokens)
+        return await self._tokenized(work, num_chars((prompt, options.tools)))
+
+    async def append(self, text: str) -> tuple[int, ...]:
+        return await self._tokenized(
+            partial(self.speech.codec.append, text, most=self.speech.max_context_tokens), len(text)
+        )
 
     async def extend(
         self,
         ids: tuple[int, ...],
         said: tuple[Message, ...],
         new: tuple[Message, ...],
-        tools: Sequence[ToolSchema] = (),
+        options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:
-        work = partial(self.speech.codec.extend, ids, said, new, tools, most=self.speech.max_prompt_tokens)
-        return await self._tokenized(work, num_chars((said, new, tools)))
+        work = partial(self.speech.codec.extend, ids, said, new, options, most=self.speech.max_context_tokens)
+        return await self._tokenized(work, num_chars((said, new, options.tools)))
 
     async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
         self._check_prompt(prompt_ids)
         sampling = self.speech.sampling
-        if max_new_tokens is not None and max_new_tokens < sampling.max_new_tokens:
-            sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        room = self.speech.max_context_tokens - len(prompt_ids)
+        most = min(sampling.max_new_tokens, room, room if max_new_tokens is None else max_new_tokens)
+        sampling = replace(sampling, max_new_tokens=most)
         done = self._begun(prompt_ids, sampling, seed)
         if done is None or done.finish is None:
             try:
@@ -136,12 +160,10 @@ class GroupRoute:
         return Turn(prompt_ids, ids, logprobs[-len(ids) :], versions, "stop", text, self.speech.sampling)
 
     def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
-        if not 0 < len(prompt_ids) <= self.speech.max_prompt_tokens:
-            raise TaskTooLong(
-                self.ticket.owner,
-                "encoding a prompt",
-                f"{len(prompt_ids)} tokens, allowed are 1 to data.max_prompt_tokens = {self.speech.max_prompt_tokens}",
-            )
+        most = self.speech.max_context_tokens - 1
+        if not 0 < len(prompt_ids) <= most:
+            allowed = f"allowed are 1 to {most}, one less than rollout.max_context_tokens"
+            raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{len(prompt_ids)} tokens, {allowed}")
 
     async def _tokenized(self, work: Callable[[], tuple[int, ...]], size: int) -> tuple[int, ...]:
         """Tokenize a text of `size` characters, in the thread if it is large. Raises `TaskTooLong`.
@@ -151,21 +173,19 @@ class GroupRoute:
         try:
             return work() if size <= LARGE else await asyncio.get_running_loop().run_in_executor(_READER, work)
         except TextTooLarge as error:
-            allowed = f"allowed are 1 to data.max_prompt_tokens = {self.speech.max_prompt_tokens} tokens"
+            allowed = f"a conversation has at most rollout.max_context_tokens = {self.speech.max_context_tokens} tokens"
             raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{error}; {allowed}") from None
 
     async def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
         """Token ids of a reply. Raises `TaskTooLong`, also if they leave no room for the token that scoring needs."""
         ids = await self._tokenized(partial(self.speech.codec.reply, reply), len(reply))
-        most = self.speech.sampling.max_new_tokens
-        if len(prompt_ids) == self.speech.max_prompt_tokens:
-            most -= 1
+        most = min(self.speech.sampling.max_new_tokens, self.speech.max_context_tokens - len(prompt_ids) - 1)
         if not 0 < len(ids) <= most:
             raise TaskTooLong(
                 self.ticket.owner,
                 "encoding a recorded completion",
-                f"{len(ids)} tokens with the one that ends it, allowed are 1 to {most}: rollout.max_new_tokens, one "
-                "less after a prompt of data.max_prompt_tokens",
+                f"{len(ids)} tokens with the one that ends it, allowed are 1 to {most}: rollout.max_new_tokens, or "
+                "what a prompt leaves of rollout.max_context_tokens, less one",
             )
         return ids
 

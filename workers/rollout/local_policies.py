@@ -31,13 +31,14 @@ async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute
     async with AsyncExitStack() as ends:
         policies: dict[str, GroupRoute] = {}
         for name, run in runs.items():
-            rollout, codec = run.rollout, TextTokenizer.load(run.model.path)
+            rollout = run.rollout
+            codec = TextTokenizer.load(run.model.path, rollout.chat.with_text())
             spec = replace(EngineSpec.of(run), engine="local", tensor_parallel=1)
             device = torch.device("cuda" if rollout.num_gpus and torch.cuda.is_available() else "cpu")
             engine = await start_engine(spec, "local", stop_token_ids=codec.stop_ids, device=device, worker=NAME)
             ends.push_async_callback(engine.close)
             sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
-            speech = PolicyText(codec, sampling, run.data.max_prompt_tokens)
+            speech = PolicyText(codec, sampling, run.data.max_prompt_tokens, spec.max_context)
             generator = Generator(NAME, engine, speech, None, WeightChange("between", run.probe_tolerance))
             policies[name] = generator.begin(Ticket(NAME, 0, 0))
         yield policies

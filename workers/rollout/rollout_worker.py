@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 from rlsys.agents.workflow import Workflow, play_or_fail
 from rlsys.batch.samples import meta_of, versions_of
+from rlsys.config.chat_section import ChatSection
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import first_of
 from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling
@@ -21,7 +22,7 @@ from workers.ray.remote_proxy import Remote, answer_in_chunks
 from workers.rollout.generator import REPLACEABLE, Generator, WeightChange
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import Partials, PartialStream
-from workers.text.tokenizer import TextTokenizer
+from workers.text.tokenizer import AS_MADE, TextTokenizer
 from workers.transport.route import Route
 
 
@@ -48,6 +49,8 @@ class RolloutSpec:
     max_prompt_tokens: int
     workflow: Workflow
     resources: Resources
+    chat: ChatSection = AS_MADE
+    """With the text of its template."""
 
 
 async def load_generator(
@@ -59,7 +62,7 @@ async def load_generator(
     from workers.transport.puller import WeightPuller
 
     own, device = spec.generators[policy], spec.resources.claim()
-    choice, codec = choose(own.engine, device), TextTokenizer.load(own.engine.model_path)
+    choice, codec = choose(own.engine, device), TextTokenizer.load(own.engine.model_path, spec.chat)
     engine = await start_engine(own.engine, choice.engine, stop_token_ids=codec.stop_ids, device=device, worker=name)
     puller = None
     if own.pulls != "never":
@@ -67,7 +70,7 @@ async def load_generator(
         puller = WeightPuller(route, is_pinned=own.pulls == "pinned")
     recorder = None if partials is None else PartialStream(partials.proxy)
     base = base_hash(own.engine.model_path) if own.engine.lora else None
-    text = PolicyText(codec, spec.sampling, spec.max_prompt_tokens)
+    text = PolicyText(codec, spec.sampling, spec.max_prompt_tokens, own.engine.max_context)
     return Generator(name, engine, text, puller, own.change, recorder, choice, base)
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from rlsys.agents.agent import messages_of
 from rlsys.agents.tool_calls import OPEN, described, written_out
+from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
 from rlsys.errors import DataError, ModelError
-from rlsys.types import Json, Message, Prompt
+from rlsys.types import NO_OPTIONS, ChatOptions, Json, Message, Prompt, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+AS_MADE = ChatSection()
+"""Chat as the model's makers mean it."""
 _CACHED_PROMPTS = 64
 """The episodes of a group share their prompt, and encode it at the same time."""
 _MIN_BYTES = 64
@@ -29,20 +33,28 @@ class TextTooLarge(Exception):
 
 
 class TextTokenizer:
-    """Tokenizer and chat template of one model."""
+    """Tokenizer, chat template and stop tokens of one model."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, chat: ChatSection = AS_MADE, stop_ids: Iterable[int] = ()
+    ) -> None:
+        """`stop_ids` are those of the model's generation configuration; the tokenizer and its chat template add more.
+        The files of `chat` are read, see `ChatSection.with_text`."""
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        end_id, end_text = tokenizer.eos_token_id, tokenizer.eos_token
-        self._end = (end_id, end_text) if isinstance(end_id, int) and isinstance(end_text, str) else None
-        self._template = ChatTemplate(tokenizer)
-        self._opened = lru_cache(maxsize=_CACHED_PROMPTS)(self._tokens)
+        self._template = ChatTemplate(tokenizer, chat)
+        self._cached = lru_cache(maxsize=_CACHED_PROMPTS)(self._tokens)
+        own = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
+        end = self._template.end_of_turn
+        self._end_of_reply = own if end is None else end
+        self.stop_ids = frozenset(token for token in (own, end, *stop_ids) if token is not None)
+        """Tokens that end a completion; empty if the model has none."""
+        self._start = self._start_ids()
         self.bytes_per_token = max(_MIN_BYTES, *(len(token.encode()) for token in tokenizer.get_vocab()))
         """Bytes of the longest token of the vocabulary."""
 
     @classmethod
-    def load(cls, model_path: str | Path) -> TextTokenizer:
+    def load(cls, model_path: str | Path, chat: ChatSection = AS_MADE) -> TextTokenizer:
         """Load the tokenizer of a model. Raises `ModelError` if the path has no fast tokenizer."""
         from transformers import AutoTokenizer
 
@@ -52,30 +64,50 @@ class TextTokenizer:
             raise ModelError(f"model.path: no tokenizer at {str(model_path)!r}: {error}") from error
         if not tokenizer.is_fast:
             raise ModelError(f"model.path: the tokenizer at {str(model_path)!r} has no fast version (tokenizer.json)")
-        return cls(tokenizer)
+        return cls(tokenizer, chat, _stop_ids_at(model_path))
 
     @property
-    def stop_ids(self) -> frozenset[int]:
-        """The token that ends a completion; empty if the tokenizer has none."""
-        return frozenset() if self._end is None else frozenset([self._end[0]])
+    def stop_texts(self) -> tuple[str, ...]:
+        """The stop tokens as text, by their ids."""
+        return tuple(self.spell([token]) for token in sorted(self.stop_ids))
 
-    def encode(
-        self, prompt: Prompt, tools: Sequence[Mapping[str, Json]] = (), *, most: int | None = None
-    ) -> tuple[int, ...]:
-        """Encode plain text as it is, and messages with the chat template, the tools and an open assistant's turn.
+    @property
+    def template(self) -> str | None:
+        """The chat template in Jinja; None if there is none."""
+        return self._template.text
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.template is not None
+
+    def opened(self, task: Task) -> tuple[int, ...]:
+        """Token ids of a task's prompt as a single turn sends it: a text is a user's message if there is a template."""
+        if isinstance(task.prompt, str) and not self.has_chat_template:
+            return self.encode(task.prompt)
+        return self.encode(messages_of(task.prompt), ChatOptions(task.tools, task.template_kwargs))
+
+    def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS, *, most: int | None = None) -> tuple[int, ...]:
+        """Encode the start of a context. Messages are rendered in the chat template with the assistant's turn opened;
+        if the last one is the assistant's, the reply continues it. Plain text comes after the start token, if the
+        tokenizer has one.
 
         Raises `DataError` for messages if there is no template or if it refuses them, and `TextTooLarge` for a text
         that has more than `most` tokens by its size alone.
         """
-        text = prompt if isinstance(prompt, str) else self._template.render(prompt, tools)
-        return self._opened(self._fitting(text, most))
+        if isinstance(prompt, str):
+            return self._start + self._cached(self._fitting(prompt, most))
+        return self._cached(self._fitting(self._template.render(prompt, options), most))
+
+    def append(self, text: str, *, most: int | None = None) -> tuple[int, ...]:
+        """Encode plain text that continues a context. Raises `TextTooLarge` as `encode` does."""
+        return self._tokens(self._fitting(text, most))
 
     def extend(
         self,
         ids: tuple[int, ...],
         said: tuple[Message, ...],
         new: tuple[Message, ...],
-        tools: Sequence[Mapping[str, Json]] = (),
+        options: ChatOptions = NO_OPTIONS,
         *,
         most: int | None = None,
     ) -> tuple[int, ...]:
@@ -85,23 +117,25 @@ class TextTokenizer:
         A template that rewrites earlier text (for example, hides reasoning) cannot be continued. Then the whole
         conversation is tokenized, which starts a new sample.
         """
-        text = self._fitting(self._template.render((*said, *new), tools), most)
-        before, reply = self._template.render(said[:-1], tools), self._template.literal(said[-1]["content"])
+        text = self._fitting(self._template.render((*said, *new), options, opens_turn=True), most)
+        before = self._template.render(said[:-1], options, opens_turn=True)
+        reply = self._template.literal(said[-1]["content"])
         written = (before + form for form in (reply, reply.rstrip(), reply.lstrip(), reply.strip()))
         seen = next(filter(text.startswith, written), None)
         if seen is None:
             return self._tokens(text)
         rest = text[len(seen) :]
-        if self._end is not None and ids[-1] == self._end[0]:
-            rest = rest.removeprefix(self._end[1])
+        if ids[-1] in self.stop_ids:
+            rest = rest.removeprefix(self.spell(ids[-1:]))
         return ids + self._tokens(rest)
 
     def reply(self, text: str) -> tuple[int, ...]:
-        """Token ids of a complete reply with this text, including the token that ends a completion."""
+        """Token ids of a complete reply with this text, including the token that ends a completion: the end of a turn
+        of the chat template, or the tokenizer's end token."""
         ids = self._tokens(text)
-        if self._end is None or ids[-1:] == (self._end[0],):
+        if self._end_of_reply is None or (ids and ids[-1] in self.stop_ids):
             return ids
-        return (*ids, self._end[0])
+        return (*ids, self._end_of_reply)
 
     def decode(self, ids: tuple[int, ...]) -> str:
         """Text of `ids` without special tokens."""
@@ -110,6 +144,13 @@ class TextTokenizer:
     def spell(self, ids: Sequence[int]) -> str:
         """Text of `ids` with special tokens."""
         return self._backend.decode(ids, skip_special_tokens=False)
+
+    def _start_ids(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer puts before a text, such as `<s>`; those that it puts after one are left out."""
+        whole = self._backend.encode(_MARK, add_special_tokens=True).ids
+        text = self._backend.encode(_MARK, add_special_tokens=False).ids
+        starts = (at for at in range(len(whole) - len(text) + 1) if whole[at : at + len(text)] == text)
+        return tuple(whole[: next(starts, 0)])
 
     def _fitting(self, text: str, most: int | None) -> str:
         """Return the text; raises `TextTooLarge` if even tokens of `bytes_per_token` would be more than `most`."""
@@ -128,6 +169,21 @@ class TextTokenizer:
         return tuple(token for encoding in encodings for token in encoding.ids)
 
 
+def _stop_ids_at(model_path: str | Path) -> tuple[int, ...]:
+    """End tokens that the files of a model list: those of `generation_config.json`, or of `config.json` without it."""
+    from transformers import GenerationConfig, PreTrainedConfig
+
+    try:
+        found: object = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
+        try:
+            found = PreTrainedConfig.get_config_dict(model_path)[0].get("eos_token_id")
+        except OSError:  # a folder with a tokenizer alone
+            return ()
+    ids = found if isinstance(found, list) else [found]
+    return tuple(token for token in ids if isinstance(token, int))
+
+
 BREAK = "\ufdd0"
 """Separator: the texts on both sides are tokenized apart. A Unicode noncharacter, which no real text contains."""
 _MARK = "Zq7"
@@ -140,10 +196,13 @@ _USER, _ASSISTANT = Message(role="user", content="?"), Message(role="assistant",
 
 
 class ChatTemplate:
-    """Chat template of one tokenizer."""
+    """Chat template of one tokenizer, or the one that replaces it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatSection = AS_MADE) -> None:
+        self._tokenizer, self._system, self._kwargs = tokenizer, chat.system, chat.template_kwargs
+        own = tokenizer.get_chat_template() if tokenizer.chat_template else None
+        self.text = None if chat.template == NO_TEMPLATE else chat.template or own
+        """The template in Jinja; None if there is none."""
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special.sort(key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -152,29 +211,59 @@ class ChatTemplate:
         """Break up special tokens with `BREAK`, so that they are tokenized as ordinary text."""
         return self._special.sub(lambda found: BREAK.join(found[0]), text)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> str:
+    def render(
+        self, messages: Sequence[Message], options: ChatOptions = NO_OPTIONS, *, opens_turn: bool | None = None
+    ) -> str:
         """Render the conversation and open the assistant's turn. The result must be tokenized apart at every `BREAK`.
 
-        Raises `DataError` if there is no template or if it refuses the conversation.
+        If the last message is the assistant's, the text ends where that message does; `opens_turn=True` opens another
+        turn after it. Raises `DataError` if there is no template or if it refuses the conversation.
         """
         fitted: Sequence[Message] = [written_out(message).copy() for message in messages]
         for message in fitted:
             message["content"] = self.literal(message["content"])
-        tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in tools]
+        tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in options.tools]
         if any(message["role"] == "tool" for message in messages) and not self._takes_results:
             fitted = list(_results_by_user(fitted))
+        if self._system is not None and messages[0]["role"] != "system":
+            fitted = self._with_system(fitted, self._system)
         if tools and not self._offers_tools:
-            fitted, tools = self._with_offer(fitted, described(tools)), ()
-        return self._rendered(fitted, tools)
+            fitted, tools = self._with_system(fitted, described(tools)), []
+        if opens_turn is None:
+            opens_turn = fitted[-1]["role"] != "assistant"
+        text = self._rendered(fitted, tools, options.template_kwargs, opens_turn=opens_turn)
+        return text if opens_turn else self._cut_after(text, fitted[-1]["content"])
 
-    def _with_offer(self, messages: Sequence[Message], offer: str) -> list[Message]:
-        """Add the description of the tools to the system message, or to the first message if there can be none."""
+    def _cut_after(self, text: str, reply: str) -> str:
+        """Cut a rendered conversation after its last message, so that the model continues it."""
+        said = reply.rstrip() if reply not in text else reply
+        place = text.rfind(said)
+        if place < 0:
+            raise DataError(
+                f"the chat template of {self._whose} changes the assistant's last message, so no reply can continue "
+                "it: end the prompt with a user's message"
+            )
+        return text[: place + len(said)]
+
+    def _with_system(self, messages: Sequence[Message], text: str) -> list[Message]:
+        """Add a text to the system message, or to the first message if there can be none."""
         first, rest = messages[0], messages[1:]
         if first["role"] == "system":
-            return [Message(role="system", content=f"{first['content']}\n\n{offer}"), *rest]
+            return [Message(role="system", content=f"{first['content']}\n\n{text}"), *rest]
         if self._shows(Message(role="system", content=_MARK), _USER):
-            return [Message(role="system", content=offer), *messages]
-        return [Message(role=first["role"], content=f"{offer}\n\n{first['content']}"), *rest]
+            return [Message(role="system", content=text), *messages]
+        return [Message(role=first["role"], content=f"{text}\n\n{first['content']}"), *rest]
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token that the template writes after an assistant's message; None if it writes none."""
+        try:
+            text = self._rendered([_USER, Message(role="assistant", content=_MARK)], opens_turn=False)
+        except DataError:
+            return None
+        end = self._special.match(text.rpartition(_MARK)[2].lstrip())
+        found = self._tokenizer.convert_tokens_to_ids(end[0]) if end else None
+        return found if isinstance(found, int) else None
 
     @cached_property
     def _offers_tools(self) -> bool:
@@ -195,35 +284,53 @@ class ChatTemplate:
         except DataError:
             return False
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()) -> str:
-        whose = f"the model {self._tokenizer.name_or_path!r}"
-        return rendered(self._tokenizer, messages, whose=whose, opens_turn=True, tools=tools)
+    @property
+    def _whose(self) -> str:
+        return f"the model {self._tokenizer.name_or_path!r}"
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Json]] = (),
+        template_kwargs: Mapping[str, Json] = NO_OPTIONS.template_kwargs,
+        *,
+        opens_turn: bool = True,
+    ) -> str:
+        options = ChatOptions(tuple(tools), {**self._kwargs, **template_kwargs})
+        return rendered(self._tokenizer, messages, self.text, whose=self._whose, opens_turn=opens_turn, options=options)
 
 
 def rendered(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
+    template: str | None,
     *,
     whose: str,
     opens_turn: bool,
-    tools: Sequence[Mapping[str, Json]] = (),
+    options: ChatOptions = NO_OPTIONS,
 ) -> str:
-    """Render messages in a tokenizer's chat template; with `opens_turn`, also the start of the assistant's reply.
+    """Render messages in a chat template; with `opens_turn`, also the start of the assistant's reply.
 
     Raises `DataError`, which names the model as `whose`, if there is no template or if it refuses the conversation.
     """
-    if not tokenizer.chat_template:
+    if template is None:
         raise DataError(
             f"the prompt is a list of messages, but {whose} has no chat template: give plain text prompts, "
-            "or a model that has one"
+            "a model that has one, or rollout.chat.template"
         )
     conversation: list[Any] = [dict(message) for message in messages]
-    offered: list[Any] = [dict(tool) for tool in tools]
+    offered: list[Any] = [dict(tool) for tool in options.tools]
+    more: Any = options.template_kwargs
     try:
         text = tokenizer.apply_chat_template(
-            conversation, tools=offered or None, tokenize=False, add_generation_prompt=opens_turn
+            conversation,
+            offered or None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=opens_turn,
+            **more,
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
             f"the chat template of {whose} refuses a conversation of {roles}: {error}; "

@@ -16,11 +16,11 @@ from rlsys.agents.environment import Environment, Step
 from rlsys.agents.session import Budget, Said, shown_line
 from rlsys.agents.tool_calls import ToolCall, read_calls
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session, Workflow
+from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session, SingleTurn, Workflow
 from rlsys.batch.samples import samples_of
 from rlsys.errors import ConfigError, TaskTooLong, ToolError, WorkerDied, first_of
 from rlsys.testing import ScriptedPolicy
-from rlsys.types import OK, TRUNCATED, Episode, Message, Outcome, Prompt, Task, Turn, failed
+from rlsys.types import OK, TRUNCATED, Episode, Json, Message, Outcome, Prompt, Task, Turn, failed
 from tests.call_texts import write_calls
 
 TASK = Task(id="t", prompt="2+3?", answer="5")
@@ -64,6 +64,50 @@ def test_more_text_goes_on_after_the_reply():
     policy = ScriptedPolicy(lambda prompt: "5")
     played(chats("2+3=", ", 1+1="), policy)
     assert [prompt for prompt, _ in policy.asked] == ["2+3=", "2+3=5, 1+1="]
+
+
+def test_text_is_a_users_message_where_the_model_has_a_chat_template():
+    policy = ScriptedPolicy(lambda prompt: "5", has_chat_template=True)
+    episode = played(chats("2+3=", "1+1="), policy)
+    expected = ["<user>2+3=\n<assistant>", "<user>2+3=\n<assistant>5\n<user>1+1=\n<assistant>"]
+    assert [prompt for prompt, _ in policy.asked] == expected
+    assert len(list(samples_of(episode.trajectories[0]))) == 1
+
+
+def test_a_rewritten_context_of_text_is_a_users_message_too():
+    policy = ScriptedPolicy(lambda prompt: "5", has_chat_template=True)
+
+    async def play(session: Session) -> None:
+        agent = session.agent("solver")
+        agent.rewrite("2+3=")
+        await agent.chat(None)
+
+    played(play, policy)
+    assert policy.asked[0][0] == "<user>2+3=\n<assistant>"
+
+
+def test_a_reply_continues_a_prompt_that_ends_with_the_assistant():
+    begun = (*user("2+3?"), Message(role="assistant", content="The sum is"))
+    policy = ScriptedPolicy(lambda prompt: " 5.")
+    agents: list[Agent] = []
+
+    async def play(session: Session) -> None:
+        agents.append(session.agent("solver"))
+        assert await agents[0].chat(begun) == " 5."
+        assert agents[0].context.said == (*user("2+3?"), Message(role="assistant", content="The sum is 5."))
+        await agents[0].chat("Sure?")
+
+    played(play, policy)
+    expected = ["<user>2+3?\n<assistant>The sum is", "<user>2+3?\n<assistant>The sum is 5.\n<user>Sure?\n<assistant>"]
+    assert [prompt for prompt, _ in policy.asked] == expected
+
+
+def test_a_single_turn_offers_the_tools_of_the_row():
+    tool: dict[str, Json] = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    policy = ScriptedPolicy(has_chat_template=True)
+    session = Session(Task(id="t", prompt="2+3?", tools=(tool,)), {"policy": policy}, 1, 0)
+    asyncio.run(SingleTurn().run(session))
+    assert policy.asked[0][0].startswith("<tools>") and '"add"' in policy.asked[0][0]
 
 
 def test_messages_extend_one_conversation_into_one_sample():

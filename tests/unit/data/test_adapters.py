@@ -276,7 +276,50 @@ def test_mixed_forms_are_refused_unless_the_answer_column_is_named(tmp_path: Pat
 
 def test_a_conversation_that_ends_with_an_answer_is_no_prompt(tmp_path: Path):
     text = complaint(tmp_path, {"messages": [*ASKED, {"role": "assistant", "content": "5"}]})
-    assert "rows.jsonl:1: the last message of the `messages` is the assistant's; a prompt ends before it" in text
+    assert "rows.jsonl:1: the last message of `messages` is the assistant's: if it is an answer, remove it; if" in text
+
+
+def test_a_prompt_may_end_with_the_start_of_the_answer(tmp_path: Path):
+    begun = [*ASKED, {"role": "assistant", "content": "The sum is"}]
+    assert load_tasks(as_jsonl(tmp_path, {"prompt": begun}))[0].prompt == tuple(begun)
+
+
+def test_messages_keep_tool_calls_and_text_parts_become_text(tmp_path: Path):
+    call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    rows = [
+        {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?", "image": None}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "c0", "name": "add"},
+    ]
+    (task,) = load_tasks(as_jsonl(tmp_path, {"prompt": rows}))
+    assert task.prompt == ({"role": "user", "content": "2+3?"}, {**rows[1], "content": ""}, rows[2])
+
+
+def test_an_image_in_a_prompt_is_refused_by_name(tmp_path: Path):
+    row = {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+    assert "message 1 of the `prompt` has a part of type image_url; only text" in complaint(tmp_path, row)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_rows_bring_tools_and_template_variables(tmp_path: Path, as_text: bool):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    kwargs = {"enable_thinking": False}
+    row = {"prompt": "2+3?", "tools": tools, "chat_template_kwargs": kwargs}
+    columns = {name: json.dumps(value) if as_text and name != "prompt" else value for name, value in row.items()}
+    (task,) = load_tasks(as_jsonl(tmp_path, columns))
+    assert list(task.tools) == tools and task.template_kwargs == kwargs
+
+
+def test_tools_and_template_variables_of_another_form_are_refused(tmp_path: Path):
+    text = complaint(
+        tmp_path,
+        {"prompt": "a", "tools": ["add"]},
+        {"prompt": "a", "chat_template_kwargs": [1]},
+        {"prompt": "a", "tools": [{}]},
+    )
+    assert "rows.jsonl:1: `tools` is text, but not JSON" in text
+    assert "rows.jsonl:2: `chat_template_kwargs` is a list; give an object" in text
+    assert "rows.jsonl:3: `tools` is not of the form" in text
 
 
 def test_the_configuration_names_columns_and_refuses_parts_there_are_not():

@@ -108,7 +108,14 @@ def test_prompts_are_rendered_and_counted_with_the_chat_template(tmp_path: Path)
 def test_a_text_prompt_is_shown_without_a_template(tmp_path: Path):
     found = inspect_data(rows_in(tmp_path, {"prompt": "2+3?"}), model=model_in(tmp_path, None))
     assert (found.first_prompt, found.template) == ("2+3?", None)
-    assert text_of(found).endswith("chat template: none; prompts must be plain text")
+    assert "chat template: none; prompts must be plain text" in text_of(found)
+
+
+def test_a_text_prompt_is_a_users_message_where_there_is_a_template(tmp_path: Path):
+    path, model = rows_in(tmp_path, {"prompt": "2+3?"}), model_in(tmp_path, PLAIN)
+    assert inspect_data(path, model=model).first_prompt == "<u>2+3?<end><a>"
+    shown = CliRunner().invoke(app, ["data", "inspect", str(path), "--model", model, "--chat", "system=ab"]).stdout
+    assert "\n<s>ab<end><u>2+3?<end><a>\n" in shown
 
 
 @pytest.mark.parametrize(
@@ -183,6 +190,8 @@ def test_the_command_prints_all_of_it_as_text(tmp_path: Path):
         "",
         "the first prompt as the model sees it:",
         "<s>ab<end><u>3?<end><a>",
+        "",
+        "the policy samples and trains what follows, up to and including one of: <end>",
         "",
         "prompts, in tokens: min 9, p50 11, p90 15, p99 15, max 15; 2 of 4 are longer than 11",
         f"chat template {digest}: keeps earlier turns, so a conversation is one sample",

@@ -81,7 +81,7 @@ def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
         5: "the `prompt` is empty",
         6: "`prompt` is an int; give text or a list of messages",
         7: "message 1 of the `prompt` is not of the form",
-        8: "message 1 of the `prompt` has tool_calls besides role and content",
+        8: "message 1 of the `prompt` has tool_calls, and its role is user",
         9: "`answer` is a list; give text or a number",
         10: "the row is a list, not an object with a `prompt`",
     }.items():

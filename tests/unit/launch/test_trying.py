@@ -64,6 +64,14 @@ def test_a_scripted_session_is_printed_line_by_line():
         "[helper#1] assistant: p me\\x1b[31m",
         "#0 lead: ok, turns 1, tokens 9",
         "#1 helper of #0: ok, turns 1, tokens 9, reward 0",
+        "#0 lead, sample 1:",
+        "  context <system>Lead.",
+        "          <user>2+3?",
+        "          <assistant>",
+        "  trained tant\ufffd[31m",
+        "#1 helper, sample 1:",
+        "  context help me>",
+        "  trained p me\ufffd[31m",
     ]
 
 
@@ -100,6 +108,9 @@ def test_a_model_session_is_reproducible_by_seed_without_ray(job: str):
     shown = json.loads(first)
     assert shown["said"][0] == {"agent": "policy", "role": "user", "text": "12>"}
     assert 0 < shown["agents"][0]["tokens"] <= 8
+    (sample,) = shown["samples"]
+    assert sample["heading"].endswith(", replies end at <eos>:")
+    assert sample["parts"][0] == [False, "12>"] and sample["parts"][1][0] is True
     assert isinstance(shown["reward"]["value"], float)
 
 

@@ -35,6 +35,11 @@ def direct() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, direct: PreTrainedModel) -> str:
+    return save(tmp_path_factory.mktemp("plain"), direct)
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, direct: PreTrainedModel) -> str:
     return save(tmp_path_factory.mktemp("classifier"), direct, TEMPLATE)
 
@@ -58,23 +63,27 @@ def logit(model: PreTrainedModel, text: str) -> float:
     return model(input_ids=torch.tensor([[ord(c) - 48 for c in text]])).logits[0, 0].item()
 
 
-def test_plain_text_is_put_together(direct: PreTrainedModel, folder: str) -> None:
-    assert reward_model(folder).score("12", ["34"]) == pytest.approx([logit(direct, "1234")], abs=1e-6)
+def test_plain_text_is_put_together_without_a_template(direct: PreTrainedModel, plain: str) -> None:
+    assert reward_model(plain).score("12", ["34"]) == pytest.approx([logit(direct, "1234")], abs=1e-6)
 
 
 def test_messages_are_rendered_with_the_models_own_template(direct: PreTrainedModel, folder: str) -> None:
     assert reward_model(folder).score(CHAT, ["34"]) == pytest.approx([logit(direct, ":12;34")], abs=1e-6)
 
 
-def test_a_batch_of_different_lengths_equals_one_by_one(direct: PreTrainedModel, folder: str) -> None:
+def test_a_text_prompt_is_a_users_message_where_there_is_a_template(direct: PreTrainedModel, folder: str) -> None:
+    assert reward_model(folder).score("12", ["34"]) == pytest.approx([logit(direct, ":12;34")], abs=1e-6)
+
+
+def test_a_batch_of_different_lengths_equals_one_by_one(direct: PreTrainedModel, plain: str) -> None:
     completions = ["", "3", "3456789", "33"]
-    together = reward_model(folder).score("12", completions)
+    together = reward_model(plain).score("12", completions)
     assert together == pytest.approx([logit(direct, "12" + c) for c in completions], abs=1e-6)
     assert len(set(together)) == 4
 
 
-def test_of_what_is_too_long_the_end_is_scored(direct: PreTrainedModel, folder: str) -> None:
-    short = reward_model(folder, max_tokens=4)
+def test_of_what_is_too_long_the_end_is_scored(direct: PreTrainedModel, plain: str) -> None:
+    short = reward_model(plain, max_tokens=4)
     wanted = [logit(direct, "5678"), logit(direct, "123")]
     assert short.score("12", ["345678", "3"]) == pytest.approx(wanted, abs=1e-6)
 

@@ -126,7 +126,9 @@ def test_a_partial_completion_is_resumed_only_within_its_budget(
     num_kept: int, finish: Literal["stop", "length"] | None, most: int, num: int, begun: list[int]
 ):
     place = Place()
-    speech = PolicyText(TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=20), max_prompt_tokens=60)
+    speech = PolicyText(
+        TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=20), max_prompt_tokens=60, max_context_tokens=80
+    )
     replica = cast("Generator", place)
     policy = GroupRoute(Ticket("rollout-0", 3, 1), speech, place=replica, home=replica, held=None)
     kept = replace(completion(num_kept, "stop"), finish=finish)

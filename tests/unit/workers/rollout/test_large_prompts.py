@@ -33,7 +33,7 @@ class HeldTokenizer(TextTokenizer):
 
 
 def route_of(codec: TextTokenizer, max_prompt_tokens: int) -> GroupRoute:
-    speech = PolicyText(codec, Sampling(max_new_tokens=4), max_prompt_tokens)
+    speech = PolicyText(codec, Sampling(max_new_tokens=4), max_prompt_tokens, max_prompt_tokens + 4)
     generator = Generator("rollout-0", scripted("a"), speech, Shelf(), WeightChange("between", tolerance=1e-3))
     return generator.begin(Ticket("rollout-0", 0, 0))
 
@@ -64,7 +64,7 @@ def test_others_are_served_while_a_large_text_is_tokenized(prompt: Prompt):
 def test_an_oversize_prompt_is_not_tokenized(prompt: Prompt):
     codec = HeldTokenizer()
     route = route_of(codec, 60)
-    limit = r"5000000 bytes of text, and a token has at most 64 bytes; allowed are 1 to data\.max_prompt_tokens = 60"
+    limit = r"5000000 bytes of text, .* at most 64 bytes; a conversation has at most rollout\.max_context_tokens = 64"
     with pytest.raises(TaskTooLong, match=limit):
         asyncio.run(route.encode(prompt))
     assert codec.num_texts == 0
@@ -77,7 +77,7 @@ def test_a_conversation_that_grew_oversize_is_not_tokenized():
     async def scenario() -> None:
         ids = await route.encode(user("12>"))
         said = (*user("12>"), Message(role="assistant", content="21"))
-        with pytest.raises(TaskTooLong, match=r"data\.max_prompt_tokens = 60"):
+        with pytest.raises(TaskTooLong, match=r"rollout\.max_context_tokens = 64"):
             await route.extend(ids, said, user("1" * 5_000_000))
 
     asyncio.run(scenario())

@@ -36,7 +36,9 @@ class Trio:
     def __init__(self, when: Literal["between", "inflight"] = "between", agents: dict[str, str] | None = None) -> None:
         self.shelves = {name: Shelf() for name in ("first", "second")}
         self.engines: dict[str, ScriptedEngine] = {}
-        speech = PolicyText(TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=30), max_prompt_tokens=60)
+        speech = PolicyText(
+            TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=30), max_prompt_tokens=60, max_context_tokens=90
+        )
         generators = {}
         for name in ("first", "second", "frozen"):
             self.engines[name] = scripted("r")

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlsys.errors import DataError, ModelError
-from rlsys.types import Json, Message
+from rlsys.types import ChatOptions, Json, Message
 from workers.text.tokenizer import ChatTemplate, TextTokenizer, TextTooLarge
 
 PLAIN = """\
@@ -125,9 +125,10 @@ def test_special_tokens_in_tool_texts_stay_plain_text():
     offered: list[dict[str, Json]] = [
         {"type": "function", "function": {"name": "add", "description": ATTACK, "parameters": {}}}
     ]
+    options = ChatOptions(tuple(offered))
     prompt, said = (message("user", "y"),), message("assistant", "<end>")
-    ids = codec.encode(prompt, offered) + ids_of(codec, *"<end>", "<end>")
-    extended = codec.extend(ids, (*prompt, said), (told(ATTACK),), offered)
+    ids = codec.encode(prompt, options) + ids_of(codec, *"<end>", "<end>")
+    extended = codec.extend(ids, (*prompt, said), (told(ATTACK),), options)
     (end,) = ids_of(codec, "<end>")
     assert extended[: len(ids)] == ids
     assert ids.count(end) == 3 and extended[len(ids) :].count(end) == 1
@@ -206,7 +207,7 @@ def told(content: str, number: int = 0) -> Message:
 
 
 def rendered(codec: TextTokenizer, *messages: Message) -> str:
-    return ChatTemplate(codec.tokenizer).render(messages, [TOOL])
+    return ChatTemplate(codec.tokenizer).render(messages, ChatOptions((TOOL,)), opens_turn=True)
 
 
 def test_a_template_with_native_tools_describes_them_itself():
@@ -232,9 +233,9 @@ def test_tool_results_reach_any_template_without_retokenizing(name: str):
     codec = codec_of(TEMPLATES[name])
     prompt = (message("user", "y"),)
     said = ids_of(codec, "a", "b", "<end>")
-    ids = codec.encode(prompt, [TOOL]) + said
+    ids = codec.encode(prompt, ChatOptions((TOOL,))) + said
     answers = (told("3"), told("4", 1), message("user", "go"))
-    extended = codec.extend(ids, (*prompt, message("assistant", "ab")), answers, [TOOL])
+    extended = codec.extend(ids, (*prompt, message("assistant", "ab")), answers, ChatOptions((TOOL,)))
     assert extended[: len(ids)] == ids
     by_user = "<u><tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>\ngo<end><a>"
     is_by_user = "neither" in name or "passes" in name
@@ -250,13 +251,13 @@ def test_calls_of_another_program_are_written_as_the_model_would():
 
 def test_plain_text_offers_no_tools():
     codec = codec_of(PLAIN)
-    assert codec.encode("xab", [TOOL]) == codec.encode("xab")
+    assert codec.encode("xab", ChatOptions((TOOL,))) == codec.encode("xab")
 
 
 def test_completions_stop_at_the_end_token_when_one_exists():
     codec = codec_of(PLAIN)
     assert codec.stop_ids == frozenset(ids_of(codec, "<end>"))
-    assert codec_of(PLAIN, end=None).stop_ids == frozenset()
+    assert codec_of(None, end=None).stop_ids == frozenset()
 
 
 def test_a_saved_tokenizer_loads_and_a_missing_one_is_named(tmp_path: Path):
