@@ -30,7 +30,7 @@ from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.data.task_file import load_tasks
-from rlsys.types import Episode, Sampling, Trajectory, Turn
+from rlsys.types import Distribution, Episode, Sampling, Trajectory, Turn
 from workers.engines.engine import Completion, EngineName, EngineSpec, Request
 from workers.engines.engine_choice import start_engine
 from workers.text.tokenizer import TextTokenizer
@@ -123,7 +123,7 @@ def compared(
         path, OptimizerSettings(lr=1e-6, total_steps=1), RankGroup(), dtype=dtype, replays_routing=replays_routing
     )
     data = StepData([episodes], [{}])
-    metrics = backend.train_step(plan[0], data, GRPO(), temperature=temperature)
+    metrics = backend.train_step(plan[0], data, GRPO(), distribution=Distribution(temperature))
     return {
         name.removeprefix("sampler/"): float(f"{value:.3g}")
         for name, value in metrics.items()

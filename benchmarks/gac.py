@@ -31,7 +31,7 @@ from benchmarks.measure import Size, group_of, in_turn, parser_of, print_result,
 from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.stabilizer import GradientDecision, Updates
-from rlsys.types import Episode, Trajectory, Turn, VersionSpan
+from rlsys.types import Distribution, Episode, Trajectory, Turn, VersionSpan
 from workers.train.fsdp import FsdpBackend
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
@@ -129,7 +129,7 @@ def measured(case: Case) -> dict[str, object]:
         gac_s, step_s = timers[name].cpu_s if name in timers else [], []
         gac_s.clear()
         with timed(step_s, time.process_time):
-            backend.train_step(plan[0], data, algorithm, temperature=1.0, stabilizer=timers.get(name))
+            backend.train_step(plan[0], data, algorithm, distribution=Distribution(1.0), stabilizer=timers.get(name))
         return {"step_ms": 1e3 * sum(step_s), "gac_ms": 1e3 * sum(gac_s)}
 
     rounds = in_turn(case.num_steps + 1, STABILIZERS, step)

@@ -39,6 +39,7 @@ def measure(way: Trained, num_groups: int, num_layers: int) -> dict[str, float]:
     from algorithms.grpo import GRPO
     from rlsys.batch.tensors import StepData
     from rlsys.config.lora_section import LoraSection
+    from rlsys.types import Distribution
     from workers.train.fsdp import FsdpBackend
     from workers.train.optimizer import OptimizerSettings
     from workers.train.rank_group import RankGroup
@@ -58,7 +59,7 @@ def measure(way: Trained, num_groups: int, num_layers: int) -> dict[str, float]:
 
         def step() -> None:
             began = time.process_time()
-            trainer.train_step(plan, StepData(payloads, [{}] * num_groups), GRPO(), temperature=1.0)
+            trainer.train_step(plan, StepData(payloads, [{}] * num_groups), GRPO(), distribution=Distribution(1.0))
             seconds.append(time.process_time() - began)
 
         step()

@@ -50,6 +50,7 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
     import torch
 
     from rlsys.batch.tensors import packed
+    from rlsys.types import Distribution
     from workers.train.logprobs import trained_logprobs
 
     torch.set_num_threads(1)
@@ -58,7 +59,7 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
     began = time.process_time()
     if how == "packed":
         for _, batch in packed(samples, SMALL_MICRO_BATCH):
-            trained_logprobs(model, batch, 1.0)[0].sum().backward()
+            trained_logprobs(model, batch, Distribution(1.0))[0].sum().backward()
         return time.process_time() - began
     for batch in _padded(samples):
         ids_ST = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.prompt_ids + s.completion_ids) for s in batch], True)
@@ -77,6 +78,7 @@ def step_seconds(who: Literal["rlsys", "bare"], num_groups: int, num_layers: int
 
     from algorithms.grpo import GRPO
     from rlsys.batch.tensors import StepData
+    from rlsys.types import Distribution
     from workers.train.fsdp import FsdpBackend
     from workers.train.logprobs import trained_logprobs
     from workers.train.optimizer import OptimizerSettings
@@ -92,14 +94,14 @@ def step_seconds(who: Literal["rlsys", "bare"], num_groups: int, num_layers: int
         if who == "rlsys":
             trainer = FsdpBackend(folder, OptimizerSettings(lr=1e-5, total_steps=9), RankGroup())
             began = time.process_time()
-            trainer.train_step(plan, StepData(payloads, [{}] * num_groups), algorithm, temperature=1.0)
+            trainer.train_step(plan, StepData(payloads, [{}] * num_groups), algorithm, distribution=Distribution(1.0))
             return time.process_time() - began
         model = random_model(num_layers).eval()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
         data, began = StepData(payloads, [{}] * num_groups), time.process_time()
         for micro_batch in plan.micro_batches:
             batch = data.micro_batch(micro_batch)
-            logprobs_N, _ = trained_logprobs(model, batch, 1.0)
+            logprobs_N, _ = trained_logprobs(model, batch, Distribution(1.0))
             ratio_N = (logprobs_N - batch.behavior_logprobs_N).exp()
             clipped_N = ratio_N.clamp(0.8, 1.28)
             loss_N = -torch.minimum(ratio_N * batch.advantages_N, clipped_N * batch.advantages_N)

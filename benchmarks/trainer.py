@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
 from benchmarks.packed_rows import positions_per_token, random_model
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.types import Distribution
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,7 +111,7 @@ def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -
 
     def step() -> None:
         began = time.process_time()
-        trained_logprobs(model, batch, 1.0)[0].sum().backward()
+        trained_logprobs(model, batch, Distribution(1.0))[0].sum().backward()
         seconds.append(time.process_time() - began)
 
     peak = peak_of(step)

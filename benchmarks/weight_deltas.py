@@ -66,6 +66,7 @@ def _last_two(path: str, episodes: tuple[Episode, ...], lr: float) -> tuple[list
     from rlsys.algorithm import Aggregation, TrajectoryAdvantage
     from rlsys.batch.packing import plan_batch
     from rlsys.batch.tensors import StepData
+    from rlsys.types import Distribution
     from workers.train.fsdp import FsdpBackend
     from workers.train.optimizer import OptimizerSettings
     from workers.train.rank_group import RankGroup
@@ -76,7 +77,7 @@ def _last_two(path: str, episodes: tuple[Episode, ...], lr: float) -> tuple[list
     old: list[np.ndarray] = []
     for _ in range(NUM_STEPS):
         old = _buckets(backend)
-        backend.train_step(plan[0], StepData([episodes], [{}]), GRPO(), temperature=1.0)
+        backend.train_step(plan[0], StepData([episodes], [{}]), GRPO(), distribution=Distribution(1.0))
     return old, _buckets(backend)
 
 

@@ -99,13 +99,32 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters. `temperature` 0 is greedy; logprobs are those of this distribution, not of the raw
-    logits."""
+class Distribution:
+    """Distribution over the next token, given logits. Logprobs are those of this distribution, not of the raw logits.
+
+    See `workers.train.truncation` for its computation.
+    """
 
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if some tokens have probability 0."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True)
+class Sampling(Distribution):
+    """Sampling parameters of a request."""
+
     max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, and belong to it."""
 
 
 @dataclass(frozen=True)

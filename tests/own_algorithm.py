@@ -12,6 +12,7 @@ from pathlib import Path
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.config import Config
+from rlsys.types import Distribution
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of
 from workers.train.fsdp import FsdpBackend
@@ -34,7 +35,7 @@ def main() -> None:
         save_model(Path(sys.argv[1]), tiny_qwen3()), OptimizerSettings(lr=1e-2, total_steps=10), RankGroup()
     )
     data = StepData(payloads, [{}, {}])
-    print(*(backend.train_step(plan, data, algorithm, temperature=1.0)["loss"] for _ in range(3)))
+    print(*(backend.train_step(plan, data, algorithm, distribution=Distribution(1.0))["loss"] for _ in range(3)))
 
 
 if __name__ == "__main__":

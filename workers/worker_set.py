@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from rlsys.algorithm import REFERENCE_SIGNALS, Signal
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
-from rlsys.types import POLICY, Sampling
+from rlsys.types import POLICY
 from workers.engines.engine import EngineChoice, EngineSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
 from workers.ray.pool import Pool, PoolSpec
@@ -197,7 +197,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         replays_routing=train.routing_replay,
         algorithm=config.algorithm,
         stabilizer=config.stabilizer,
-        temperature=config.rollout.temperature,
+        distribution=config.rollout.distribution,
         probe_length=_probe_length(config),
         resources=Resources(train.num_cpus, train.num_gpus, train.threads),
     )
@@ -314,7 +314,7 @@ def _replicas(
     spec = RolloutSpec(
         generators=generators,
         bindings=config.agents if config.policies else {},
-        sampling=Sampling(temperature=section.temperature, max_new_tokens=rollout.max_new_tokens),
+        sampling=rollout.sampling(section.temperature),
         max_prompt_tokens=config.data.max_prompt_tokens,
         chat=rollout.chat.with_text(),
         workflow=rollout.workflow,
@@ -365,7 +365,7 @@ def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
     """Start the worker with the frozen initial model of a policy."""
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
-    arguments = config.model.path, config.model.dtype, config.rollout.temperature, config.train.micro_batch_tokens
+    arguments = config.model.path, config.model.dtype, config.rollout.distribution, config.train.micro_batch_tokens
     build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
 
     def one(num_before: int) -> Remote[ReferenceWorker]:

@@ -34,7 +34,7 @@ from rlsys.algorithm import LossInputs, LossOutput
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.data.task_file import load_tasks
-from rlsys.types import Episode, Group, PolicyVersion, Sampling, Task, Trajectory, Turn
+from rlsys.types import Distribution, Episode, Group, PolicyVersion, Sampling, Task, Trajectory, Turn
 from rlsys.util.seeds import group_seed, request_seed
 from workers.engines.engine import EngineSpec, Request
 from workers.engines.local import LocalEngine
@@ -43,6 +43,8 @@ from workers.train.fsdp import FsdpBackend
 from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
+
+SAMPLED = Distribution(1.0)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,7 +162,7 @@ async def _trained(run: Run, folder: Path) -> Outcome:
             settled = algorithm.finalize_advantages(groups, metrics)
             plan = plan_batch(groups, settled.groups, algorithm.aggregation, num_ranks=1, max_tokens=MAX_TOKENS)
             data = StepData([group.payload for group in groups], [{} for _ in groups])  # type: ignore[misc]
-            metrics = backend.train_step(plan[0], data, algorithm, temperature=1.0, stabilizer=stabilizer)
+            metrics = backend.train_step(plan[0], data, algorithm, distribution=SAMPLED, stabilizer=stabilizer)
             snapshots[version + 1] = backend.full_weights(torch.float32)
             for old in [old for old in snapshots if old < run.sampled_from(version + 1)]:
                 del snapshots[old]

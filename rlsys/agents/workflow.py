@@ -24,7 +24,7 @@ from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
 from rlsys.agents.session import Budget, Session
 from rlsys.errors import DataError, RlsysError, ToolError, WorkflowError, first_of
-from rlsys.types import POLICY, Episode, Task, Trajectory, failed
+from rlsys.types import POLICY, Distribution, Episode, Task, Trajectory, failed
 
 __all__ = [
     "Agent",
@@ -55,11 +55,11 @@ class Workflow(Budget):
         """
         raise NotImplementedError(f"{type(self).__name__} plays nothing: implement `run`")
 
-    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+    def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         """Raise `ConfigError` or `DataError`, before the run starts, for settings or tasks that cannot be played.
 
-        `tasks` are those of training, in the order of the file; `group_size` and `temperature` are
-        `algorithm.group_size` and `rollout.temperature`.
+        `tasks` are those of training, in the order of the file; `group_size` is `algorithm.group_size`,
+        and `distribution` that of `rollout`.
         """
 
     def in_evaluation(self) -> Workflow:

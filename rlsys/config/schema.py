@@ -42,6 +42,7 @@ from rlsys.config.reward_section import RewardSection
 from rlsys.config.sections import CurationSection, DashboardSection, EvalSection, Fraction, Section, Thresholds
 from rlsys.data.row_adapters import Columns
 from rlsys.stabilizer import StabilizerPlugin
+from rlsys.types import Distribution, Sampling
 
 
 def _resume(value: str) -> str:
@@ -121,6 +122,16 @@ class RolloutSection(Section):
     chat: ChatSection = ChatSection()
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature; recorded logprobs are those of the tempered distribution."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that have this probability together; 1: from all. Trained tokens have the
+    logprobs of this truncated distribution too."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0: from all. As with `top_p`, the truncated distribution is trained."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from tokens with at least this share of the largest probability; 0: from all. As with `top_p`, the
+    truncated distribution is trained."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """Texts that end a reply, e.g. `["</answer>"]`; they belong to it, and are trained."""
     weight_change: Literal["between", "inflight", "beside"] = "between"
     """Loading of new weights. between: load once no group is running, so a trajectory has one version. inflight: pause
     running sequences, swap the weights, and continue decoding; each token records its version. beside: load next to the
@@ -150,6 +161,15 @@ class RolloutSection(Section):
     """CPUs Ray reserves for one replica."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs Ray reserves for one replica."""
+
+    @property
+    def distribution(self) -> Distribution:
+        """The distribution that is sampled from, and trained."""
+        return Distribution(self.temperature, self.top_p, self.top_k, self.min_p)
+
+    def sampling(self, temperature: float) -> Sampling:
+        """Sampling parameters of a turn; evaluation has a temperature of its own."""
+        return Sampling(temperature, self.top_p, self.top_k, self.min_p, self.max_new_tokens, tuple(self.stop))
 
 
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]

@@ -124,8 +124,8 @@ def task_source(config: Config) -> TaskSource:
     """Tasks of the run. Reward functions and the workflow are checked before anything expensive starts."""
     tasks = _tasks("data.path", config.data.path, config)
     _check_rewards("data.path", tasks, config)
-    group_size, temperature = config.algorithm.group_size, config.rollout.temperature
-    config.rollout.workflow.check(tasks, group_size=group_size, temperature=temperature)
+    group_size, distribution = config.algorithm.group_size, config.rollout.distribution
+    config.rollout.workflow.check(tasks, group_size=group_size, distribution=distribution)
     return TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
 
 

@@ -127,7 +127,7 @@ def try_workflow(
         raise ConfigError("reward.fn: there is no reward function to judge by")
     seed = group_seed(config.run.seed if seed is None else seed, 0)
     workflow = config.rollout.workflow
-    workflow.check([row], group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
+    workflow.check([row], group_size=config.algorithm.group_size, distribution=config.rollout.distribution)
     name = type(workflow).__name__
     session, episode, samples = asyncio.run(_played(config, row, _policies(config, policy), seed))
     score = None

@@ -98,7 +98,7 @@ class FakeRun:
         world.synchronous_steps = config.stabilizer.synchronous_steps if config.stabilizer else 0
         if reply is not None:
             config.rollout.workflow.check(
-                tasks, group_size=config.algorithm.group_size, temperature=config.rollout.temperature
+                tasks, group_size=config.algorithm.group_size, distribution=config.rollout.distribution
             )
             world.play, world.judge = partial(_played, config, reply), Judge(config, tasks)
         if gradients is not None and config.stabilizer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -73,7 +73,12 @@ def local(
     model: PreTrainedModel | None = None, *, num_slots: int = 8, stop: frozenset[int] = frozenset(), **choices: Any
 ) -> LocalEngine:
     spec = EngineSpec(model_path="", slots=num_slots, max_context=CONTEXT, **choices)
-    return LocalEngine(model or qwen(), spec, stop_token_ids=stop, name="rollout-0", version=3)
+    return LocalEngine(model or qwen(), spec, stop_token_ids=stop, decode=spelled, name="rollout-0", version=3)
+
+
+def spelled(ids: Sequence[int]) -> str:
+    """Text of token ids, one letter each."""
+    return "".join(chr(0x4E00 + token) for token in ids)
 
 
 def scripted(**choices: Any) -> ScriptedEngine:
@@ -170,7 +175,7 @@ def vllm(*, tied: bool, model: PreTrainedModel | None = None, **choices: Any) ->
         (model or qwen(tied=tied)).save_pretrained(folder)
         return VllmEngine(
             EngineSpec(model_path=folder, slots=8, max_context=CONTEXT, **choices),
-            stop_token_ids=frozenset(), version=3, device=torch.device("cpu"), name="rollout-0",
+            stop_token_ids=frozenset(), decode=spelled, version=3, device=torch.device("cpu"), name="rollout-0",
         )  # fmt: skip
 
 
@@ -196,9 +201,13 @@ def ask(
     prompt: tuple[int, ...] = (5, 6, 7),
     seed: int = 11,
     begun: Completion | None = None,
-    **sampling: float,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    stop: tuple[str, ...] = (),
 ) -> Request:
-    return Request(name, prompt, Sampling(max_new_tokens=new, **sampling), seed, begun)
+    return Request(name, prompt, Sampling(temperature, top_p, top_k, min_p, new, stop), seed, begun)
 
 
 def run(source: Kit | Callable[[], Engine], scenario: Callable[[Engine], Awaitable[T]]) -> T:

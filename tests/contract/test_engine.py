@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import psutil
 import pytest
@@ -16,8 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rlsys.batch.samples import Sample
 from rlsys.errors import ModelError, TaskTooLong, WorkerDied
-from rlsys.types import VersionSpan
+from rlsys.types import Distribution, VersionSpan
 from tests.contract.engines import (
     NUM_VOCAB,
     Kit,
@@ -29,10 +30,12 @@ from tests.contract.engines import (
     pause_after,
     qwen,
     run,
+    spelled,
     turns,
     with_a_model,
 )
 from workers.engines.engine import Completion, Engine
+from workers.train.logprobs import score
 
 
 def test_every_token_has_a_logprob_and_a_version(kit: Kit) -> None:
@@ -237,6 +240,42 @@ def test_logprobs_of_a_nucleus_are_those_after_the_cut(kit: Kit) -> None:
     by_hand = logprobs_by_hand(kit.model(), ask(temperature=0.7), done.output_ids)
     gains = [cut - whole for cut, whole in zip(done.logprobs, by_hand, strict=True)]
     assert all(0 < gain <= math.log(2) + 1e-4 for gain in gains)  # what is left holds at least half
+
+
+@with_a_model
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        Distribution(0.7, top_p=0.9),
+        Distribution(1.0, top_k=5),
+        Distribution(0.8, min_p=0.3),
+        Distribution(0.7, top_p=0.8, top_k=20, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_the_trainer_computes_the_logprobs_of_a_truncated_distribution(kit: Kit, distribution: Distribution) -> None:
+    done = run(kit, lambda engine: engine.generate(ask(new=40, **asdict(distribution))))
+    num = len(done.output_ids)
+    sample = Sample((5, 6, 7), done.output_ids, (True,) * num, done.logprobs, (VersionSpan(3, num),))
+    (trained,) = score(kit.model(), [sample], distribution, max_tokens=100)
+    (whole,) = score(kit.model(), [sample], Distribution(distribution.temperature), max_tokens=100)
+    assert done.logprobs == pytest.approx(trained, abs=1e-4)
+    assert any(cut > full + 0.01 for cut, full in zip(done.logprobs, whole, strict=True)), "something was cut off"
+
+
+@with_a_model
+def test_a_reply_ends_with_a_stop_text_and_keeps_its_tokens(kit: Kit) -> None:
+    whole = run(kit, lambda engine: engine.generate(ask(new=40)))
+    word = spelled(whole.output_ids[9:12])
+    done, again = run(kit, lambda engine: asyncio.gather(
+        engine.generate(ask(new=40, stop=("never there", word))),
+        engine.generate(ask("b", new=40, stop=(word,), begun=head(whole, 10))),
+    ))  # fmt: skip
+    end = spelled(whole.output_ids).index(word) + 3
+    assert done.finish == "stop" and done.output_ids == whole.output_ids[:end]
+    assert done.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
+    if end == 12 and kit.is_exact:
+        assert again.finish == "stop" and again.output_ids == done.output_ids, "a text may begin before a move"
 
 
 @with_a_model

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlsys.batch.samples import Sample
 from rlsys.errors import ModelError
-from rlsys.types import VersionSpan
+from rlsys.types import Distribution, VersionSpan
 from tests.contract.engines import CONTEXT, VLLM, ask, logprobs_by_hand, run
 from tests.families import FAMILIES, tiny
 from tests.models import save_model
@@ -37,7 +37,7 @@ def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) ->
     path, exported = save_model(folder / "initial", tiny(family, **sizes)), folder / "exported"
     backend = FsdpBackend(path, SETTINGS, RankGroup())
     plan, payloads = planned(0, 1, PLAIN)
-    backend.train_step(plan[0], data_of(payloads), PLAIN, temperature=1.0)
+    backend.train_step(plan[0], data_of(payloads), PLAIN, distribution=Distribution(1.0))
     weights = backend.full_weights(torch.float32)
     backend.export(exported)
     plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
@@ -58,7 +58,7 @@ def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) ->
         Sample(request.prompt_ids, one.output_ids, (True,) * 20, one.logprobs, (VersionSpan(4, 20),))
         for request, one in zip(requests, done, strict=True)
     ]
-    trained = score(load_model(str(exported), torch.float32), samples, 1.0, max_tokens=1000)
+    trained = score(load_model(str(exported), torch.float32), samples, Distribution(1.0), max_tokens=1000)
     for request, one, of_trainer in zip(requests, done, trained, strict=True):
         assert one.logprobs == pytest.approx(of_trainer, abs=1e-4)
         assert one.logprobs == pytest.approx(logprobs_by_hand(plain, request, one.output_ids), abs=1e-4)

@@ -14,10 +14,13 @@ from algorithms.gac import GAC, Regime
 from rlsys.errors import CheckpointError
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.stabilizer import CHUNK
+from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.optimizer import squared_norms
 from workers.train.rank_group import RankGroup
+
+SAMPLED = Distribution(0.9)
 
 ON = GAC(enabled=True, c_low=0.01, c_high=1.0, update_every=1)
 
@@ -76,7 +79,7 @@ def trained(
     for _ in range(num_steps):
         plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN)
         mine = plan[ranks.rank]
-        metrics.append(backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer))
+        metrics.append(backend.train_step(mine, data_of(payloads), PLAIN, distribution=SAMPLED, stabilizer=stabilizer))
     backend.save(save, stabilizer).wait()
     return metrics
 
@@ -130,7 +133,7 @@ def updated_twice(model_path: str, config: GAC, num_steps: int, ranks: RankGroup
     for _ in range(num_steps):
         plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN, 2)
         mine = plan[ranks.rank]
-        metrics = backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer)
+        metrics = backend.train_step(mine, data_of(payloads), PLAIN, distribution=SAMPLED, stabilizer=stabilizer)
     return stabilizer.synchronous_steps_left, metrics
 
 

@@ -24,6 +24,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError
+from rlsys.types import Distribution
 from tests.families import FAMILIES, tiny
 from tests.models import save_model
 from tests.training import (
@@ -42,6 +43,8 @@ from tests.training import (
 from workers.train.fsdp import FsdpBackend
 from workers.train.rank_group import RankGroup
 from workers.train.split_layers import check_splits
+
+SAMPLED = Distribution(0.9)
 
 ONE = MeshSection()
 
@@ -73,7 +76,11 @@ def do(job: Job, ranks: RankGroup) -> Outcome:
         plan, payloads = planned(backend.step, job.mesh.num_batches, algorithm, 2)
         metrics.append(
             backend.train_step(
-                plan[arranged.batch], data_of(payloads), algorithm, temperature=0.9, stabilizer=stabilizer
+                plan[arranged.batch],
+                data_of(payloads),
+                algorithm,
+                distribution=SAMPLED,
+                stabilizer=stabilizer,
             )
         )
     if job.save:
@@ -113,7 +120,7 @@ def take(job: RandomStep, ranks: RankGroup) -> Outcome:
         given = sorted(algorithm.signals - {Signal.POLICY_MISMATCHED})
         columns = [{signal: [_row(rng, sample) for _, sample in samples_in(p)] for signal in given} for p in payloads]
         data = StepData(payloads, columns)
-        metrics.append(backend.train_step(plan[ranks.batch], data, algorithm, temperature=0.9))
+        metrics.append(backend.train_step(plan[ranks.batch], data, algorithm, distribution=SAMPLED))
     return backend.full_weights(torch.float32), metrics
 
 

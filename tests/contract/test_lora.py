@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import CheckpointError, ModelError
+from rlsys.types import Distribution
 from tests.training import (
     PLAIN,
     SETTINGS,
@@ -34,6 +35,8 @@ from workers.train.model_loading import load_model
 from workers.train.optimizer import learning_rate
 from workers.train.rank_group import RankGroup
 from workers.train.step_data import RankStep
+
+SAMPLED = Distribution(0.9)
 
 LORA = LoraSection(rank=4, alpha=8.0)
 Weights = dict[str, Tensor]
@@ -68,7 +71,7 @@ def trained(
     backend: FsdpBackend, ranks: RankGroup, algorithm: Algorithm = PLAIN, num_updates: int = 1
 ) -> dict[str, float]:
     plan, payloads = planned(backend.step, ranks.num_ranks, algorithm, num_updates)
-    return backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, temperature=0.9)
+    return backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, distribution=SAMPLED)
 
 
 def one_rank(job: Job) -> Weights:
@@ -104,7 +107,7 @@ def test_steps_equal_those_of_plain_peft_and_torch(model_path: str) -> None:
         optimizer.zero_grad()
 
         def score(batch: Any) -> Tensor:
-            return trained_logprobs(cast("Any", model).base_model.model, batch, 0.9)[0]
+            return trained_logprobs(cast("Any", model).base_model.model, batch, SAMPLED)[0]
 
         for parts in rank_step.whole(torch.no_grad()(score), RankGroup()):
             for part in parts:
@@ -163,7 +166,7 @@ def test_the_reference_is_the_base_without_the_adapter(two_ranks: JoinedRanks, m
         data = data_of(payloads)
         for micro_batch, (before, after) in zip(plan[rank].micro_batches, zip(*columns, strict=True), strict=True):
             with torch.no_grad():
-                expected = trained_logprobs(model, data.micro_batch(micro_batch), 0.9)[0]
+                expected = trained_logprobs(model, data.micro_batch(micro_batch), SAMPLED)[0]
             torch.testing.assert_close(torch.tensor(before), expected, rtol=0, atol=1e-5)
             assert (before == after).all()
 
@@ -179,7 +182,7 @@ def reference_after_steps(model_path: str, ranks: RankGroup) -> Any:
             trained(backend, ranks)
         assert len(differing(backend.full_weights(torch.float32), started)) == len(started) * bool(num_steps)
         columns.append(
-            backend.reference(plan[ranks.rank], data_of(payloads), Signal.REFERENCE_LOGPROBS, temperature=0.9)
+            backend.reference(plan[ranks.rank], data_of(payloads), Signal.REFERENCE_LOGPROBS, distribution=SAMPLED)
         )
     return columns
 

@@ -15,6 +15,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import WeightsMismatch
+from rlsys.types import Distribution
 from rlsys.weight_sync.manifest import Manifest, VersionPart
 from tests.families import FAMILIES, tiny
 from tests.models import save_model
@@ -53,7 +54,7 @@ def published(job: Job, ranks: RankGroup) -> Published:
     backend = FsdpBackend(job.model_path, SETTINGS, arranged, dtype=job.dtype, savings=job.savings, lora=job.lora)
     algorithm = Surrogate()
     plan, payloads = planned(0, job.mesh.num_batches, algorithm, 2)
-    backend.train_step(plan[arranged.batch], data_of(payloads), algorithm, temperature=1.0)
+    backend.train_step(plan[arranged.batch], data_of(payloads), algorithm, distribution=Distribution(1.0))
     layout = PartLayout(backend.published_rectangles(), bucket_bytes=4096)
     memory = np.zeros(layout.num_bytes, np.uint8)
     layout.write(memory, backend.owned())

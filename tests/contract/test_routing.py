@@ -28,7 +28,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError, TrainingError
-from rlsys.types import Episode, Trajectory, Turn, VersionSpan
+from rlsys.types import Distribution, Episode, Trajectory, Turn, VersionSpan
 from tests.contract.engines import CONTEXT, VLLM, ask, change, cut, run
 from tests.families import tiny
 from tests.models import save_model
@@ -247,7 +247,7 @@ def test_a_trainer_computes_with_the_recorded_experts(how: Literal["none", "sele
     replay = RoutingReplay(ours, CPU)
     checkpoint_layers(ours, how)
     routed(by_hand, choices)
-    found, _ = trained_logprobs(ours, MicroBatch.of([one_sample(choices)]), 1.0)
+    found, _ = trained_logprobs(ours, MicroBatch.of([one_sample(choices)]), Distribution(1.0))
     ids = torch.tensor([[*PROMPT, *range(3, 15)]])
     logits = by_hand(ids[:, :-1]).logits[0, len(PROMPT) - 1 :]
     expected = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0]
@@ -264,10 +264,10 @@ def test_without_records_a_router_chooses_itself() -> None:
     replay, known = RoutingReplay(replayed, CPU), chosen_by_hand(plain, [*PROMPT, *range(3, 14)])
     gap = known.clone()
     gap[4:9] = NOT_RECORDED
-    expected, _ = trained_logprobs(plain, MicroBatch.of([one_sample(None)]), 1.0)
+    expected, _ = trained_logprobs(plain, MicroBatch.of([one_sample(None)]), Distribution(1.0))
     for choices in (None, gap, known):
         batch = MicroBatch.of([one_sample(choices)])
-        found, _ = trained_logprobs(replayed, batch, 1.0)
+        found, _ = trained_logprobs(replayed, batch, Distribution(1.0))
         torch.testing.assert_close(found, expected)
         replay.count(batch)
     told = replay.reduced(RankGroup())
@@ -280,7 +280,7 @@ def test_records_of_another_model_are_refused() -> None:
     RoutingReplay(model, CPU)
     choices = random_choices(len(PROMPT) + 11, seed=1)[..., :3]
     with pytest.raises(TrainingError, match=r"take 6 bytes, and those that the trainer's model chooses 8"):
-        trained_logprobs(model, MicroBatch.of([one_sample(choices)]), 1.0)
+        trained_logprobs(model, MicroBatch.of([one_sample(choices)]), Distribution(1.0))
 
 
 def test_two_bytes_number_many_experts() -> None:
@@ -313,7 +313,7 @@ def do(job: Job, ranks: RankGroup) -> Outcome:
     for step in range(2):
         plan, payloads = planned(step, job.mesh.num_batches, PLAIN, max_tokens=job.max_tokens)
         data = data_of([with_records(payload) for payload in payloads])
-        metrics.append(backend.train_step(plan[ranks.batch], data, PLAIN, temperature=1.0))
+        metrics.append(backend.train_step(plan[ranks.batch], data, PLAIN, distribution=Distribution(1.0)))
     return backend.full_weights(torch.float32), metrics
 
 
@@ -394,7 +394,7 @@ def test_an_adapter_is_trained_on_recorded_experts_and_its_reference_on_its_own(
     backend = FsdpBackend(moe_path, SETTINGS, RankGroup(), lora=LoraSection(rank=2), replays_routing=True)
     plan, payloads = planned(0, 1, PLAIN, max_tokens=60)
     columns = [
-        backend.reference(plan[0], data_of(given_records), Signal.REFERENCE_LOGPROBS, 1.0)
+        backend.reference(plan[0], data_of(given_records), Signal.REFERENCE_LOGPROBS, Distribution())
         for given_records in (payloads, [with_records(payload) for payload in payloads])
     ]
     assert all(np.array_equal(a, b) for a, b in zip(*columns, strict=True))
@@ -432,7 +432,7 @@ def test_replay_brings_a_trainer_closer_to_an_engine_that_rounds(tmp_path: Path)
     for what, those in (("with", samples), ("without", [replace(s, routing=()) for s in samples])):
         mb = MicroBatch.of(those)
         with torch.no_grad():
-            logprobs, _ = trained_logprobs(trainer, mb, 1.0)
+            logprobs, _ = trained_logprobs(trainer, mb, Distribution(1.0))
         off[what] = float((logprobs - mb.behavior_logprobs_N).abs().mean())
     assert replay.reduced(RankGroup())["sampler/experts_differ"] > 0.001
     assert off["with"] < 0.9 * off["without"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.rank_group import RankGroup
@@ -21,7 +22,7 @@ def test_each_of_several_saves_has_the_state_of_its_step(model_path: str, tmp_pa
             writing = backend.save(tmp_path / name / str(step))
             if name == "alone":
                 writing.wait()
-            backend.train_step(plan[0], data_of(payloads), PLAIN, temperature=1.0)
+            backend.train_step(plan[0], data_of(payloads), PLAIN, distribution=Distribution(1.0))
         writing.wait()
     for step in range(4):
         beside, alone = (everything_in(tmp_path / name / str(step)) for name in ("beside", "alone"))
@@ -38,7 +39,7 @@ def test_a_gpu_saves_the_state_of_each_step(model_path: str, tmp_path: Path) -> 
         plan, payloads = planned(step, 1, PLAIN)
         expected = {name: p.detach().cpu().clone() for name, p in backend.parameters().items()}
         writing = backend.save(tmp_path / str(step))
-        backend.train_step(plan[0], data_of(payloads), PLAIN, temperature=1.0)
+        backend.train_step(plan[0], data_of(payloads), PLAIN, distribution=Distribution(1.0))
         writing.wait()
         saved = everything_in(tmp_path / str(step))
         assert differing({name: saved[f"model.{name}"] for name in expected}, expected) == []

@@ -19,6 +19,7 @@ from rlsys.algorithm import Algorithm
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.types import Distribution
 from rlsys.weight_sync.manifest import Manifest, VersionPart
 from tests.models import save_model, tiny_llama, tiny_qwen3
 from tests.training import (
@@ -64,7 +65,7 @@ class Job:
 
 def train_step(backend: FsdpBackend, ranks: RankGroup, job: Job) -> dict[str, float]:
     plan, payloads = planned(backend.step, ranks.num_ranks, job.algorithm, job.num_updates, job.max_tokens)
-    return backend.train_step(plan[ranks.rank], data_of(payloads), job.algorithm, temperature=0.9)
+    return backend.train_step(plan[ranks.rank], data_of(payloads), job.algorithm, distribution=Distribution(0.9))
 
 
 def do(job: Job, ranks: RankGroup) -> Outcome:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.types import PolicyVersion
+from rlsys.types import Distribution, PolicyVersion
 from tests.training import PLAIN, SETTINGS, JoinedRanks, Measuring, Surrogate, data_of, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import trained_logprobs
@@ -32,7 +32,7 @@ def columns_of(model_path: str, algorithm: Surrogate, num_updates: int, num_step
     found = [backend.columns()]
     for _ in range(num_steps):
         plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates)
-        backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, temperature=0.9)
+        backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, distribution=Distribution(0.9))
         found.append(backend.columns())
     return found
 
@@ -61,7 +61,7 @@ def test_trained_tokens_have_logprobs_under_the_weights_before_the_step(model_pa
     for one, micro_batch in zip(columns, micro_batches, strict=True):
         batch = data.micro_batch(micro_batch)
         with torch.no_grad():
-            expected_N, entropy_N = trained_logprobs(model, batch, 0.9)
+            expected_N, entropy_N = trained_logprobs(model, batch, Distribution(0.9))
         assert np.array_equal(one.trainer_logprobs_N, expected_N.numpy())
         assert np.array_equal(one.advantages_N, batch.advantages_N.numpy())
         assert one.entropies_N.shape == entropy_N.shape

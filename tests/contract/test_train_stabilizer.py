@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Updates
+from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.layout import RankLayout
@@ -123,7 +124,7 @@ def train_step(
 ) -> dict[str, float]:
     plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN, num_updates)
     mine = plan[ranks.rank]
-    return backend.train_step(mine, data_of(payloads), PLAIN, temperature=0.9, stabilizer=stabilizer)
+    return backend.train_step(mine, data_of(payloads), PLAIN, distribution=Distribution(0.9), stabilizer=stabilizer)
 
 
 def halved(model_path: str, ranks: RankGroup) -> dict[str, float]:

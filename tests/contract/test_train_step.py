@@ -13,7 +13,7 @@ from rlsys.algorithm import LossInputs, LossOutput, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import OutOfMemory, TrainingError
-from rlsys.types import PolicyVersion
+from rlsys.types import Distribution, PolicyVersion
 from tests.models import tiny_qwen3
 from tests.training import (
     PLAIN,
@@ -77,7 +77,7 @@ def trained(
     for _ in range(num_steps):
         plan, payloads = planned(0, ranks.num_ranks, algorithm, num_updates)
         mine = plan[ranks.rank]
-        metrics = backend.train_step(mine, data_of(payloads), algorithm, temperature=0.9)
+        metrics = backend.train_step(mine, data_of(payloads), algorithm, distribution=Distribution(0.9))
     return backend, metrics
 
 
@@ -87,7 +87,7 @@ def step_of(plan: BatchPlan, data: StepData, algorithm: Surrogate, rank: int = 0
 
 def score(batch) -> Tensor:
     with torch.no_grad():
-        return trained_logprobs(MODEL, batch, 0.9)[0]
+        return trained_logprobs(MODEL, batch, Distribution(0.9))[0]
 
 
 def parts_of(step: RankStep, ranks: RankGroup | None = None) -> list[Part]:
@@ -105,11 +105,11 @@ def test_updates_match_adamw_by_hand_with_ratios_against_step_start(model_path: 
     )
     batches = [data.micro_batch(micro_batch) for micro_batch in plan[0].micro_batches]
     assert len(batches) == len(plan[0].updates) == 2
-    proximal = [trained_logprobs(model, batch, 0.9)[0].detach() for batch in batches]
+    proximal = [trained_logprobs(model, batch, Distribution(0.9))[0].detach() for batch in batches]
     losses = []
     for batch, proximal_N in zip(batches, proximal, strict=True):
         optimizer.zero_grad()
-        logprobs_N, _ = trained_logprobs(model, batch, 0.9)
+        logprobs_N, _ = trained_logprobs(model, batch, Distribution(0.9))
         loss = PLAIN.loss(logprobs_N, batch.loss_inputs(0, proximal_N)).loss_N.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip_norm)
@@ -136,7 +136,7 @@ def test_an_extra_pass_runs_only_where_it_is_needed(
     backend, forwards = FsdpBackend(model_path, SETTINGS, RankGroup()), []
     backend._scorer.register_forward_hook(lambda *_: forwards.append(1))
     plan, payloads = planned(0, 1, algorithm, num_updates)
-    backend.train_step(plan[0], data_of(payloads), algorithm, temperature=0.9)
+    backend.train_step(plan[0], data_of(payloads), algorithm, distribution=Distribution(0.9))
     assert len(forwards) == passes * len(plan[0].micro_batches)
 
 
@@ -249,7 +249,7 @@ def test_a_lack_of_memory_tells_what_did_not_fit_and_steps_nothing_of_the_update
     with pytest.raises(
         OutOfMemory, match=r"step 1, update 2 of 2: out of memory in or after a row of \d+ positions"
     ) as lack:
-        backend.train_step(plan[0], data_of(payloads), algorithm, temperature=0.9)
+        backend.train_step(plan[0], data_of(payloads), algorithm, distribution=Distribution(0.9))
     assert "train.micro_batch_tokens" in str(lack.value) and "Tried to allocate 2.00 GiB" in str(lack.value)
     assert lack.value.update == 1
     assert backend.step == 0
@@ -260,7 +260,7 @@ def failed(model_path: str, algorithm: NanAtLowest, ranks: RankGroup) -> tuple[d
     backend = FsdpBackend(model_path, SETTINGS, ranks)
     plan, payloads = planned(0, ranks.num_ranks, algorithm)
     with pytest.raises(TrainingError, match="step 1: loss is nan, and nothing of it was stepped"):
-        backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, temperature=0.9)
+        backend.train_step(plan[ranks.rank], data_of(payloads), algorithm, distribution=Distribution(0.9))
     return backend.full_weights(torch.float32), backend.step
 
 
@@ -272,7 +272,7 @@ def test_nan_in_a_later_update_keeps_the_earlier_ones(model_path: str) -> None:
     later = replace(plan[0], updates=tuple(sorted(updates, key=lambda u: -lowest[updates.index(u)])))
     algorithm = NanAtLowest(lowest=min(lowest))
     with pytest.raises(TrainingError, match="step 1, update 2 of 2: loss is nan, and nothing of it was stepped"):
-        backend.train_step(later, data_of(payloads), algorithm, temperature=0.9)
+        backend.train_step(later, data_of(payloads), algorithm, distribution=Distribution(0.9))
     assert backend.step == 0
     fresh = FsdpBackend(model_path, SETTINGS, RankGroup())
     assert differing(fresh.full_weights(torch.float32), backend.full_weights(torch.float32)) != []
@@ -282,8 +282,8 @@ def test_a_failed_step_leaves_no_trace_in_the_next(model_path: str) -> None:
     plan, payloads = planned(0, 1, PLAIN)
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
     with pytest.raises(TrainingError, match="loss is nan"):
-        backend.train_step(plan[0], data_of(payloads), NanAtLowest(lowest=9.0), temperature=0.9)
-    backend.train_step(plan[0], data_of(payloads), PLAIN, temperature=0.9)
+        backend.train_step(plan[0], data_of(payloads), NanAtLowest(lowest=9.0), distribution=Distribution(0.9))
+    backend.train_step(plan[0], data_of(payloads), PLAIN, distribution=Distribution(0.9))
     once, _ = trained(model_path, PLAIN, 1, RankGroup())
     assert differing(backend.full_weights(torch.float32), once.full_weights(torch.float32)) == []
 
@@ -297,7 +297,7 @@ def test_mismatched_pairs_are_scored_by_the_policy_before_the_step(model_path: s
         pairs = data.mismatched(micro_batch, plan[0].partners)
         assert pairs is not None
         with torch.no_grad():
-            total += float(trained_logprobs(model, pairs, 0.9)[0].sum())
+            total += float(trained_logprobs(model, pairs, Distribution(0.9))[0].sum())
     _, metrics = trained(model_path, Paired(), 2, RankGroup())
     assert metrics["mismatched"] == pytest.approx(total / plan[0].num_tokens, rel=1e-4)
     assert two_ranks(paired, model_path) == [pytest.approx(metrics["mismatched"], rel=1e-4)] * 2
@@ -311,7 +311,7 @@ def test_without_another_prompt_in_the_step_no_pair_differs(model_path: str) -> 
     plan, payloads = planned(0, 1, Paired())
     alone = replace(plan[0], partners=(None,) * len(payloads))
     backend = FsdpBackend(model_path, SETTINGS, RankGroup())
-    metrics = backend.train_step(alone, data_of(payloads), Paired(), temperature=0.9)
+    metrics = backend.train_step(alone, data_of(payloads), Paired(), distribution=Distribution(0.9))
     assert metrics["mismatched"] == 0.0
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import MemorySavings
+from rlsys.types import Distribution
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import PayloadRef, start
@@ -73,7 +74,7 @@ class Trainers:
             lora=None,
             algorithm=ALGORITHM,
             stabilizer=None,
-            temperature=1.0,
+            distribution=Distribution(1.0),
             probe_length=0,
             replays_routing=False,
             resources=SMALL,
@@ -89,7 +90,7 @@ class Trainers:
             resources=SMALL,
         )
         ranks = range(mesh.num_ranks)
-        score = partial(SMALL.build, partial(ReferenceWorker, str(model_path), "float32", 1.0, 64))
+        score = partial(SMALL.build, partial(ReferenceWorker, str(model_path), "float32", Distribution(), 64))
         nowhere = Route((), TransportSpec("object_store"), 60.0)
         trains = [partial(ActorRank, rank, actor, nowhere) for rank in ranks]
         values = [partial(CriticRank, rank, critic, str(model_path)) for rank in ranks]

@@ -66,6 +66,13 @@ def test_the_sampler_and_the_trainer_agree_on_every_logprob(whole_run):
     assert max(row["sampler/logp_diff_max"] for row in rows_of(whole_run, "metrics.jsonl")) < 1e-5
 
 
+def test_a_truncated_distribution_is_trained_as_it_is_sampled(cluster, model_path, data_path, tmp_path):
+    keys = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=9", "rollout.min_p=0.02", "run.steps=2"]
+    config = config_of(model_path, data_path, tmp_path, keys)
+    train(config, progress=False)
+    assert max(row["sampler/logp_diff_max"] for row in rows_of(config.run_dir, "metrics.jsonl")) < 1e-4
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_an_interrupted_and_resumed_run_has_bit_identical_weights(step, whole_run, model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "run.name=cut", "run.resume=must"])

@@ -16,9 +16,10 @@ Shape suffixes: `S` slots, `B` rows of a forward, `L` tokens per row, `K` keys, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from math import gcd
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ from torch import Tensor
 from workers.engines.engine import Completion
 from workers.engines.slot_cache import GROUPED_ATTENTION, KeptCache, SlotCache, check_cacheable
 from workers.engines.stepping import EngineJob
+from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
 from workers.train.routing import RoutingRecorder
+from workers.train.truncation import cut_off
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +48,7 @@ class Decoder:
         num_slots: int,
         max_context: int,
         stop_token_ids: Collection[int],
+        stop_texts: StopTexts = NO_STOP_TEXTS,
         records_routing: bool = False,
     ) -> None:
         check_cacheable(model)
@@ -59,7 +63,7 @@ class Decoder:
         self._cache = SlotCache(self._num_rows, _up(max_context, KEY_MULTIPLE))
         self._rows_S = torch.arange(self._num_rows, device=self._device)
         self._keys_K = torch.arange(_up(max_context, KEY_MULTIPLE), device=self._device)
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop_token_ids, self._stop_texts = frozenset(stop_token_ids), stop_texts
         self._is_stop_V = torch.isin(torch.arange(self.num_vocab), torch.tensor([*stop_token_ids])).to(self._device)
         self._allocate()
 
@@ -76,8 +80,8 @@ class Decoder:
         self._counts_S = per_slot()  # tokens sampled, here or before
         self._limits_S = per_slot()
         self._seeds_S = per_slot()
-        self._temperature_S = per_slot(dtype=torch.float32)
-        self._top_p_S = per_slot(dtype=torch.float32)
+        real, whole = partial(per_slot, dtype=torch.float32), per_slot
+        self._sampling_S = SamplingOfRows(real(), real(), whole(), real())
         self._output_ids = per_slot(self.max_context)
         self._logprobs = per_slot(self.max_context, dtype=torch.float32)
         num_bytes = self._recorder.num_bytes if self._recorder else 0
@@ -148,6 +152,11 @@ class Decoder:
     def ended(self) -> list[int]:
         jobs = slice(0, len(self.jobs))
         is_last_S = self._is_stop_V[self._inputs_S[jobs]] | (self._counts_S[jobs] >= self._limits_S[jobs])
+        for slot, job in enumerate(self.jobs):
+            if stop := job.request.sampling.stop:
+                count = int(self._counts_S[slot])
+                first = max(0, count - self._stop_texts.window(stop) - 1)
+                is_last_S[slot] |= self._stop_texts.end(stop, self._output_ids[slot, first:count].tolist())
         return is_last_S.nonzero().flatten().tolist()
 
     @torch.inference_mode()
@@ -180,7 +189,11 @@ class Decoder:
         """Remove the jobs in these slots and return their completions. The last jobs of their run fill the holes."""
         done: list[tuple[EngineJob, Completion]] = []
         for slot, job in zip(slots, self.read(slots), strict=True):
-            ended = "stop" if job.output_ids and job.output_ids[-1] in self._stop_token_ids else "length"
+            ids, stop = job.output_ids, job.request.sampling.stop
+            is_stopped = bool(ids) and (
+                ids[-1] in self._stop_token_ids or self._stop_texts.end(stop, [*job.request.begun_ids, *ids])
+            )
+            ended = "stop" if is_stopped else "length"
             cache = self._cache.keep(slot, job.version, self._context(slot)) if keep_cache else None
             done.append((job, job.completion("abort" if is_aborted else ended, cache)))
         self._close_ranks(frozenset(slots))
@@ -277,8 +290,9 @@ class Decoder:
         self._counts_S[slots] = self._tensor([r.num_begun for r in requests])
         self._limits_S[slots] = self._tensor([r.sampling.max_new_tokens for r in requests])
         self._seeds_S[slots] = self._tensor([as_int64(r.seed) for r in requests])
-        self._temperature_S[slots] = torch.tensor([r.sampling.temperature for r in requests], device=self._device)
-        self._top_p_S[slots] = torch.tensor([r.sampling.top_p for r in requests], device=self._device)
+        for state_S, name in zip(self._sampling_S, ("temperature", "top_p", "top_k", "min_p"), strict=True):
+            values = [getattr(r.sampling, name) for r in requests]
+            state_S[slots] = torch.tensor(values, dtype=state_S.dtype, device=self._device)
         for slot, request in enumerate(requests, slots.start):
             self._output_ids[slot, : request.num_begun] = self._tensor(request.begun_ids)
         self.jobs += jobs
@@ -287,7 +301,8 @@ class Decoder:
         """Sample and store the next token of the jobs in `slots_B`."""
         counts_B = self._counts_S[slots_B]
         uniform_B = uniform(self._seeds_S[slots_B], counts_B)
-        tokens_B, logprobs_B = draw(logits_BV, self._temperature_S[slots_B], self._top_p_S[slots_B], uniform_B)
+        rows = SamplingOfRows(*(each[slots_B] for each in self._sampling_S))
+        tokens_B, logprobs_B = draw(logits_BV, rows, uniform_B)
         self._output_ids[slots_B, counts_B] = tokens_B
         self._logprobs[slots_B, counts_B] = logprobs_B
         self._inputs_S[slots_B] = tokens_B
@@ -346,16 +361,26 @@ def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     return _shift(bits, 64 - _UNIFORM_BITS).float() * 2.0**-_UNIFORM_BITS
 
 
-def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+class SamplingOfRows(NamedTuple):
+    """`Distribution` of each row."""
+
+    temperature_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+    min_p_B: Tensor
+
+
+def draw(logits_BV: Tensor, rows: SamplingOfRows, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token per row, with its logprob under the sampling distribution, computed in float32.
 
-    The distribution is softmax(logits / temperature), cut to its nucleus and renormalised where top_p < 1. Temperature
-    0 takes the most likely token, with logprob 0.
+    The distribution is softmax(logits / temperature), cut as `cut_off` says and renormalised. Temperature 0 takes the
+    most likely token, with logprob 0.
     """
-    is_greedy_B = temperature_B == 0
-    logits_BV = logits_BV.float() / torch.where(is_greedy_B, 1.0, temperature_B)[:, None]
-    if bool((top_p_B < 1).any()):
-        logits_BV = _nucleus(logits_BV, top_p_B)
+    is_greedy_B = rows.temperature_B == 0
+    logits_BV = logits_BV.float() / torch.where(is_greedy_B, 1.0, rows.temperature_B)[:, None]
+    if bool(((rows.top_p_B < 1) | (rows.top_k_B > 0) | (rows.min_p_B > 0)).any()):
+        cut_BV = cut_off(logits_BV, rows.top_p_B, rows.top_k_B, rows.min_p_B)
+        logits_BV = logits_BV.masked_fill(cut_BV, -torch.inf)
     logprobs_BV = logits_BV.log_softmax(-1)
     cdf_BV = logprobs_BV.exp().cumsum(-1)
     tokens_B1 = torch.searchsorted(cdf_BV, uniform_B[:, None] * cdf_BV[:, -1:], right=True)
@@ -365,15 +390,6 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: T
         tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), tokens_B)
         logprobs_B = torch.where(is_greedy_B, 0.0, logprobs_B)
     return tokens_B, logprobs_B
-
-
-def _nucleus(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Set logits outside the smallest set of top tokens with probability >= top_p to -inf (arXiv:1904.09751)."""
-    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-    probs_BV = sorted_BV.softmax(-1)
-    is_cut_BV = (probs_BV.cumsum(-1) - probs_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
-    is_cut_BV[:, 0] = False
-    return logits_BV.scatter(1, order_BV, sorted_BV.masked_fill(is_cut_BV, -torch.inf))
 
 
 def _mix(state_B: Tensor) -> Tensor:

@@ -60,9 +60,16 @@ def choose(
 
 
 async def start_engine(
-    spec: EngineSpec, name: EngineName, *, stop_token_ids: frozenset[int], device: torch.device, worker: str
+    spec: EngineSpec,
+    name: EngineName,
+    *,
+    stop_token_ids: frozenset[int],
+    decode: Callable[[tuple[int, ...]], str] | None = None,
+    device: torch.device,
+    worker: str,
 ) -> Engine:
-    """Start the engine `name` on `device`. Returns after its first step.
+    """Start the engine `name` on `device`. Returns after its first step. `decode` gives the text of token ids; without
+    it, requests must have no stop texts.
 
     Raises `ModelError` if it cannot run the model, `ConfigError` if it cannot load several versions.
     """
@@ -76,14 +83,14 @@ async def start_engine(
             )
         from workers.engines.vllm import VllmEngine
 
-        engine = VllmEngine(spec, stop_token_ids=stop_token_ids, device=device, name=worker)
+        engine = VllmEngine(spec, stop_token_ids=stop_token_ids, decode=decode, device=device, name=worker)
     else:
         from workers.engines.local import LocalEngine
 
         model = load_model(spec.model_path, getattr(torch, spec.dtype), device)
         if spec.lora:
             add_adapter(model, spec.lora, spec.model_path)
-        engine = LocalEngine(model, spec, stop_token_ids=stop_token_ids, name=worker)
+        engine = LocalEngine(model, spec, stop_token_ids=stop_token_ids, decode=decode, name=worker)
     try:
         await engine.score((0, 0))
     except WorkerError as error:

@@ -15,6 +15,7 @@ from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.decoder import Decoder
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.engines.stop_texts import StopTexts
 from workers.train.lora import published
 from workers.transport.buckets import specs_in
 from workers.transport.checksums import checksum_of
@@ -39,9 +40,12 @@ class LocalEngine(SteppingEngine):
         spec: EngineSpec,
         *,
         stop_token_ids: frozenset[int],
+        decode: Callable[[tuple[int, ...]], str] | None = None,
         version: PolicyVersion = 0,
         name: str,
     ) -> None:
+        """`decode` gives the text of token ids; without it, requests must have no stop texts."""
+        texts = StopTexts(decode)
         self._shapes, self._residents = ModelShapes.of(model), Residents(model, version)
         self._specs: tuple[TensorSpec, ...] = ()
         """Of the newest weights, as they were published."""
@@ -52,9 +56,13 @@ class LocalEngine(SteppingEngine):
             num_slots=spec.slots,
             max_context=spec.max_context,
             stop_token_ids=stop_token_ids,
+            stop_texts=texts,
             records_routing=spec.records_routing,
         )
-        super().__init__(name, spec, version=version, num_vocab=self._decoder.num_vocab, stop_token_ids=stop_token_ids)
+        num_vocab = self._decoder.num_vocab
+        super().__init__(
+            name, spec, version=version, num_vocab=num_vocab, stop_token_ids=stop_token_ids, stop_texts=texts
+        )
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:

@@ -24,6 +24,7 @@ from rlsys.errors import DeadlineExceeded, RlsysError, TaskTooLong, WorkerDied, 
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from rlsys.util import deadlines
 from workers.engines.engine import Completion, EngineSpec, Request
+from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
 
 T = TypeVar("T")
 LOOKS = 4
@@ -70,9 +71,17 @@ class SteppingEngine(ABC):
     """Implements `Engine` except `load`, `stage`, `checksums` and `score`. `version` is that of the first weights."""
 
     def __init__(
-        self, name: str, spec: EngineSpec, *, version: PolicyVersion, num_vocab: int, stop_token_ids: frozenset[int]
+        self,
+        name: str,
+        spec: EngineSpec,
+        *,
+        version: PolicyVersion,
+        num_vocab: int,
+        stop_token_ids: frozenset[int],
+        stop_texts: StopTexts = NO_STOP_TEXTS,
     ) -> None:
         """`name` is the worker's name in errors."""
+        self._stop_texts = stop_texts
         self._name, self._spec, self._version = name, spec, version
         self._limits = RequestLimits(spec.max_context, num_vocab, stop_token_ids)
         self._waiting: deque[EngineJob] = deque()
@@ -375,11 +384,13 @@ class RequestLimits:
                 f"{num_prompt} prompt tokens + {num_new} new tokens exceed the context of {self.max_context}: "
                 "shorten the prompt, lower max_new_tokens or raise the engine's max_context",
             )
-        temperature, top_p = request.sampling.temperature, request.sampling.top_p
-        if not ((temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE) and 0 < top_p <= 1):
+        asked = request.sampling
+        is_warm = asked.temperature == 0 or MIN_TEMPERATURE <= asked.temperature <= MAX_TEMPERATURE
+        is_cut = 0 < asked.top_p <= 1 and asked.top_k >= 0 and 0 <= asked.min_p < 1
+        if not (is_warm and is_cut and "" not in asked.stop):
             raise ValueError(
-                f"request {request.id}: temperature must be 0 or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}], and "
-                f"top_p in (0, 1]; got {temperature:g} and {top_p:g}"
+                f"request {request.id}: temperature must be 0 or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}], top_p "
+                f"in (0, 1], top_k at least 0, min_p in [0, 1), and no stop text empty; got {asked}"
             )
         if not (num_prompt and num_new > 0 and self._are_known(request.prompt_ids)):
             raise ValueError(

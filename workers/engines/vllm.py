@@ -20,6 +20,7 @@ from rlsys.util.seeds import continuation_seed
 from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
+from workers.engines.stop_texts import StopTexts
 from workers.engines.vllm_layout import summed
 from workers.engines.vllm_lora import VllmAdapters
 from workers.engines.vllm_shards import OwnShard, ShardProcesses, Shards
@@ -75,11 +76,14 @@ class VllmEngine(SteppingEngine):
         spec: EngineSpec,
         *,
         stop_token_ids: frozenset[int],
+        decode: Callable[[tuple[int, ...]], str] | None = None,
         device: torch.device,
         version: PolicyVersion = 0,
         name: str,
     ) -> None:
-        """Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument."""
+        """`decode` gives the text of token ids; without it, requests must have no stop texts.
+
+        Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument."""
         model = outline(spec.model_path)
         self._adapters = VllmAdapters(model, spec.lora, spec.model_path, spec.resident_versions) if spec.lora else None
         self._routers = Routers(model) if spec.records_routing else None
@@ -124,7 +128,14 @@ class VllmEngine(SteppingEngine):
         if spec.tensor_parallel > 1:
             self._shards = ShardProcesses(self._llm, name, spec.tensor_parallel, spec.load_s, self._ask)
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
-        super().__init__(name, spec, version=version, num_vocab=num_vocab, stop_token_ids=stop_token_ids)
+        super().__init__(
+            name,
+            spec,
+            version=version,
+            num_vocab=num_vocab,
+            stop_token_ids=stop_token_ids,
+            stop_texts=StopTexts(decode),
+        )
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
@@ -216,6 +227,8 @@ class VllmEngine(SteppingEngine):
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_new_tokens - request.num_begun,
             seed=(continuation_seed(request.seed, request.num_begun) if request.num_begun else request.seed) % 2**63,
             logprobs=0,
@@ -276,6 +289,12 @@ class VllmEngine(SteppingEngine):
             self._num_tokens += len(ids)
             if self._routers:
                 job.routing.append(self._routing_of(output))
+            if self._is_cut_at_stop_text(job, len(ids)):
+                self._llm.engine_core.abort_requests([output.request_id])
+                del self._jobs[output.request_id]
+                self._answer(job.future, job.completion("stop"))
+                self._evict()
+                return
         if output.prefill_stats is not None:
             self._num_cached += output.prefill_stats.num_cached_tokens
         if output.finish_reason is not None:
@@ -287,6 +306,16 @@ class VllmEngine(SteppingEngine):
                 phase = f"sampling request {job.request.id} on version {job.version}"
                 self._answer(job.future, WorkerDied(self._name, phase, f"vLLM ended it: {reason}"))
             self._evict()
+
+    def _is_cut_at_stop_text(self, job: EngineJob, num_new: int) -> bool:
+        """True if one of the `num_new` last tokens ends a stop text; tokens after it are removed."""
+        stop, begun = job.request.sampling.stop, job.request.begun_ids
+        num_ids = len(job.output_ids)
+        for end in range(num_ids - num_new + 1, num_ids + 1) if stop else ():
+            if self._stop_texts.end(stop, [*begun, *job.output_ids[:end]]):
+                del job.output_ids[end:], job.logprobs[end:]
+                return True
+        return False
 
     def _routing_of(self, output: EngineCoreOutput) -> bytes:
         """Return what vLLM recorded for a new token, as (positions, all layers, experts chosen). It never ran."""

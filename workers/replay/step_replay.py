@@ -167,8 +167,8 @@ class Models:
                 savings=savings, lora=config.critic_lora,
             )  # fmt: skip
         if Signal.REFERENCE_MISMATCHED in signals and config.has_reference:
-            temperature, max_tokens = config.rollout.temperature, config.train.micro_batch_tokens
-            self._reference = ReferenceWorker(path, dtype, temperature, max_tokens, device(REFERENCE))
+            distribution, max_tokens = config.rollout.distribution, config.train.micro_batch_tokens
+            self._reference = ReferenceWorker(path, dtype, distribution, max_tokens, device(REFERENCE))
 
     def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of the run. Raises `CheckpointError`."""
@@ -181,8 +181,8 @@ class Models:
         config, algorithm = self._config, self._config.algorithm
         data = data.with_columns(self._columns(plan, data))
         with _threads(config.train.threads):
-            temperature, stabilizer = config.rollout.temperature, self._stabilizer
-            metrics = self.policy.train_step(plan, data, algorithm, temperature=temperature, stabilizer=stabilizer)
+            distribution, stabilizer = config.rollout.distribution, self._stabilizer
+            metrics = self.policy.train_step(plan, data, algorithm, distribution=distribution, stabilizer=stabilizer)
         if self._critic is not None:
             with _threads(config.critic.threads):
                 metrics |= self._critic.train_step(plan, data, algorithm)
@@ -197,9 +197,9 @@ class Models:
         columns: dict[Signal, StepColumn] = {}
         if self._config.train.lora:
             for signal in sorted(self._config.algorithm.signals & REFERENCE_SIGNALS):
-                temperature = self._config.rollout.temperature
+                distribution = self._config.rollout.distribution
                 with _threads(self._config.train.threads):
-                    columns[signal] = self.policy.reference(plan, data, signal, temperature)
+                    columns[signal] = self.policy.reference(plan, data, signal, distribution)
         if self._reference is not None:
             with _threads(self._config.reference.threads):
                 columns[Signal.REFERENCE_MISMATCHED] = self._reference.mismatched(plan, data)
@@ -311,8 +311,8 @@ def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Confi
 
 
 def _scores(model: PreTrainedModel, config: Config) -> Forward:
-    """Logprobs of the trained tokens at the temperature of sampling."""
-    return lambda batch: trained_logprobs(model, batch, config.rollout.temperature)[0]
+    """Logprobs of the trained tokens under the sampling distribution."""
+    return lambda batch: trained_logprobs(model, batch, config.rollout.distribution)[0]
 
 
 def _columns(

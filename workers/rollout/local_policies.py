@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlsys.types import POLICY, Sampling
+from rlsys.types import POLICY
 from workers.engines.engine import EngineSpec
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
@@ -35,9 +35,11 @@ async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute
             codec = TextTokenizer.load(run.model.path, rollout.chat.with_text())
             spec = replace(EngineSpec.of(run), engine="local", tensor_parallel=1)
             device = torch.device("cuda" if rollout.num_gpus and torch.cuda.is_available() else "cpu")
-            engine = await start_engine(spec, "local", stop_token_ids=codec.stop_ids, device=device, worker=NAME)
+            engine = await start_engine(
+                spec, "local", stop_token_ids=codec.stop_ids, decode=codec.decode, device=device, worker=NAME
+            )
             ends.push_async_callback(engine.close)
-            sampling = Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens)
+            sampling = rollout.sampling(rollout.temperature)
             speech = PolicyText(codec, sampling, run.data.max_prompt_tokens, spec.max_context)
             generator = Generator(NAME, engine, speech, None, WeightChange("between", run.probe_tolerance))
             policies[name] = generator.begin(Ticket(NAME, 0, 0))

@@ -63,7 +63,9 @@ async def load_generator(
 
     own, device = spec.generators[policy], spec.resources.claim()
     choice, codec = choose(own.engine, device), TextTokenizer.load(own.engine.model_path, spec.chat)
-    engine = await start_engine(own.engine, choice.engine, stop_token_ids=codec.stop_ids, device=device, worker=name)
+    engine = await start_engine(
+        own.engine, choice.engine, stop_token_ids=codec.stop_ids, decode=codec.decode, device=device, worker=name
+    )
     puller = None
     if own.pulls != "never":
         assert route is not None, "a policy that pulls has relays"

@@ -21,7 +21,7 @@ from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.stabilizer import Stabilizer
-from rlsys.types import VersionSpan
+from rlsys.types import Distribution, VersionSpan
 from rlsys.weight_sync.manifest import Probe, Rectangle, shares
 from workers.train.adapter_files import Adapter, facts_of, write_adapter
 from workers.train.costs import pair_cost
@@ -112,12 +112,12 @@ class FsdpBackend(Sharded):
         data: StepData,
         algorithm: Algorithm,
         *,
-        temperature: float,
+        distribution: Distribution,
         stabilizer: Stabilizer | None = None,
     ) -> dict[str, float]:
         """Train one step on this rank's share of the batch, update by update. Returns metrics, equal on all ranks.
 
-        `temperature` is that of sampling: the trained distribution is the sampled one. If the algorithm does not train
+        `distribution` is that of sampling: the trained distribution is the sampled one. If the algorithm does not train
         the policy in this step, the step only counts. Raises `TrainingError` on all ranks if the loss or the gradient's
         norm is not finite; that update is then not applied.
         """
@@ -129,7 +129,7 @@ class FsdpBackend(Sharded):
         totals, mismatch = StepMetrics(), Mismatch(self._device)
 
         def accumulate(part: Part) -> Tensor:
-            logprobs_N, entropy_N = self._scorer(part.batch, temperature)
+            logprobs_N, entropy_N = self._scorer(part.batch, distribution)
             inputs = part.inputs
             if not part.is_scored:  # the only update: this forward uses the step's initial weights
                 inputs = replace(inputs, proximal_logprobs_N=logprobs_N.detach())
@@ -146,7 +146,7 @@ class FsdpBackend(Sharded):
                 mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
             return loss.detach()
 
-        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, temperature)[0])
+        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, distribution)[0])
         means = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
         if stabilizer:
             stabilizer.end_step()
@@ -160,12 +160,12 @@ class FsdpBackend(Sharded):
         """Per-token results of this rank's last step; empty before the first step. Not collective."""
         return [TokenColumns.of(*kept) for kept in self._kept]
 
-    def reference(self, plan: RankPlan, data: StepData, signal: Signal, temperature: float) -> StepColumn:
+    def reference(self, plan: RankPlan, data: StepData, signal: Signal, distribution: Distribution) -> StepColumn:
         """A column of this rank's micro-batches under the frozen base: the forward without the adapter.
 
         `signal` is `Signal.REFERENCE_LOGPROBS` or `Signal.REFERENCE_MISMATCHED`.
         """
-        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, temperature)[0])
+        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, distribution)[0])
         with without_adapter(self._model):
             if signal is Signal.REFERENCE_MISMATCHED:
                 column = [mismatched(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches]

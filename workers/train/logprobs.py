@@ -18,11 +18,15 @@ from transformers import PreTrainedModel
 
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, packed
+from rlsys.types import Distribution
 from workers.train.context import ContextGroup
 from workers.train.row_attention import AttentionRow, use_row_attention
+from workers.train.truncation import distribution_logits
 
 MAX_LOGITS = 2**25
 """Logits alive at once (128 MiB in fp32). More are computed in chunks, and again in the backward pass."""
+TRUNCATION_COPIES = 4
+"""Tensors of the size of the logits that `cut_off` needs, in fp32."""
 
 
 class Scorer(nn.Module):
@@ -34,49 +38,50 @@ class Scorer(nn.Module):
         self.model = model
         self._context = context
 
-    def forward(self, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        return trained_logprobs(self.model, micro_batch, temperature, context=self._context)
+    def forward(self, micro_batch: MicroBatch, distribution: Distribution) -> tuple[Tensor, Tensor]:
+        return trained_logprobs(self.model, micro_batch, distribution, context=self._context)
 
 
 def trained_logprobs(
     model: PreTrainedModel,
     micro_batch: MicroBatch,
-    temperature: float,
+    distribution: Distribution,
     *,
     max_logits: int = MAX_LOGITS,
     context: ContextGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(logprobs_N, entropy_N)` of the trained tokens at a sampling temperature, in nats and fp32; entropy is detached.
+    """`(logprobs_N, entropy_N)` of the trained tokens under the sampling distribution, in nats and fp32.
 
-    At most `max_logits` logits are alive at once, or those of one token. All ranks of `context` call it and get the
-    whole result.
+    The entropy is detached. At most `max_logits` logits are alive at once, or those of one token. All ranks of
+    `context` call it and get the whole result.
     """
     head, mb = cast("nn.Linear", model.get_output_embeddings()), micro_batch
     if context is None:
-        return token_logprobs(head, hidden_states(model, mb), mb.targets_N, temperature, max_logits=max_logits)
+        return token_logprobs(head, hidden_states(model, mb), mb.targets_N, distribution, max_logits=max_logits)
     mb = context.padded(mb)
     targets_M = mb.targets_N[context.own_tokens(mb)]
     hidden_MH = hidden_states(model, mb, context)
-    found = token_logprobs(head, hidden_MH, targets_M, temperature, max_logits=max_logits)
+    found = token_logprobs(head, hidden_MH, targets_M, distribution, max_logits=max_logits)
     return context.joined(found[0], mb), context.joined(found[1], mb)
 
 
 def token_logprobs(
-    head: nn.Linear, hidden_NH: Tensor, tokens_N: Tensor, temperature: float, *, max_logits: int
+    head: nn.Linear, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution, *, max_logits: int
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of tokens after these hidden states, chunk by chunk; see `trained_logprobs`."""
-    rows = max(1, max_logits // head.out_features)
+    copies = TRUNCATION_COPIES if distribution.is_truncated else 1
+    rows = max(1, max_logits // (copies * head.out_features))
     chunked = zip(hidden_NH.split(rows), tokens_N.split(rows), strict=True)
     if len(tokens_N) <= rows or not torch.is_grad_enabled():
-        chunks = [_token_logprobs(head, h, t, temperature) for h, t in chunked]
+        chunks = [_token_logprobs(head, h, t, distribution) for h, t in chunked]
     else:
-        chunks = [checkpoint(_token_logprobs, head, h, t, temperature, use_reentrant=False) for h, t in chunked]
+        chunks = [checkpoint(_token_logprobs, head, h, t, distribution, use_reentrant=False) for h, t in chunked]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def score(
-    model: PreTrainedModel, samples: Sequence[Sample], temperature: float, *, max_tokens: int
+    model: PreTrainedModel, samples: Sequence[Sample], distribution: Distribution, *, max_tokens: int
 ) -> list[tuple[float, ...]]:
     """Per sample, one logprob per completion token, 0.0 where not trained. Without gradient.
 
@@ -86,7 +91,7 @@ def score(
     rows: list[tuple[float, ...]] = [()] * len(samples)
     for indices, micro_batch in packed(samples, max_tokens):
         with torch.inference_mode():
-            logprobs_N, _ = trained_logprobs(model, micro_batch.to(device), temperature)
+            logprobs_N, _ = trained_logprobs(model, micro_batch.to(device), distribution)
         lengths = micro_batch.num_trained_S.tolist()
         for index, own_N in zip(indices, logprobs_N.cpu().split(lengths), strict=True):
             is_trained = torch.tensor(samples[index].is_trained)
@@ -121,8 +126,11 @@ def row_states(model: PreTrainedModel, tokens_R: Tensor, positions_R: Tensor, ro
     return hidden_1RH[0]
 
 
-def _token_logprobs(head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logprobs_NV = (head(hidden_NH).float() / temperature).log_softmax(-1)
+def _token_logprobs(
+    head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution
+) -> tuple[Tensor, Tensor]:
+    logprobs_NV = distribution_logits(head(hidden_NH), tokens_N, distribution).log_softmax(-1)
     with torch.no_grad():
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        terms_NV = logprobs_NV.exp() * logprobs_NV
+        entropy_N = -(terms_NV.nan_to_num_(0.0) if distribution.is_truncated else terms_NV).sum(-1)
     return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlsys.config.memory_plan import ForwardBytes, LinearBytes, ModelSizes, StepBytes
 from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import ModelError
+from rlsys.types import Distribution
 from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
 from workers.train.lora import adapter_of, add_adapter
@@ -267,4 +268,4 @@ def _hidden(model: PreTrainedModel, positions: int) -> Tensor:
 def _logprobs(model: PreTrainedModel, hidden_NH: Tensor) -> Tensor:
     tokens_N = torch.zeros(len(hidden_NH), dtype=torch.int64, device=META)
     head = cast("nn.Linear", model.get_output_embeddings())
-    return token_logprobs(head, hidden_NH, tokens_N, 1.0, max_logits=MAX_LOGITS)[0]
+    return token_logprobs(head, hidden_NH, tokens_N, Distribution(1.0), max_logits=MAX_LOGITS)[0]

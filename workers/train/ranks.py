@@ -20,7 +20,7 @@ from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
-from rlsys.types import Episode, Group, PolicyVersion, Task
+from rlsys.types import Distribution, Episode, Group, PolicyVersion, Task
 from rlsys.util.deadlines import remote
 from rlsys.util.files import flush
 from rlsys.weight_sync.manifest import Rectangle
@@ -167,7 +167,7 @@ class ActorSpec(RankSpec):
     """The specification of a rank of the actor."""
 
     stabilizer: StabilizerPlugin | None
-    temperature: float
+    distribution: Distribution
     probe_length: int
     """Tokens of the probe that is published with the weights."""
     replays_routing: bool
@@ -202,13 +202,13 @@ class ActorRank(Rank):
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
         spec = self._spec
         return self._policy.train_step(
-            plan, data, spec.algorithm, temperature=spec.temperature, stabilizer=self._stabilizer
+            plan, data, spec.algorithm, distribution=spec.distribution, stabilizer=self._stabilizer
         )
 
     @remote("scoring a step without the adapter")
     def reference(self, plan: RankPlan, signal: Signal) -> tuple[int, StepColumn]:
         """A receipt, and the column `signal` of the fetched step under the frozen base of the adapter."""
-        column = self._policy.reference(plan, self.fetched, signal, self._spec.temperature)
+        column = self._policy.reference(plan, self.fetched, signal, self._spec.distribution)
         return len(column), column
 
     @remote("telling what attention costs")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.samples import samples_in
-from rlsys.types import POLICY, Episode
+from rlsys.types import POLICY, Distribution, Episode
 from rlsys.util.deadlines import remote
 from workers.ray.remote_proxy import Parcel
 from workers.train.ranks import StepParcel
@@ -26,12 +26,12 @@ class ReferenceWorker:
         self,
         model_path: str,
         dtype: Literal["float32", "bfloat16"],
-        temperature: float,
+        distribution: Distribution,
         max_tokens: int,
         device: torch.device,
         policy: str = POLICY,
     ) -> None:
-        """`temperature` is that of sampling, so that both sides of the KL use the same. With several policies, only
+        """`distribution` is that of sampling, so that both sides of the KL use the same. With several policies, only
         tokens of `policy` are scored. Raises `ModelError`."""
         import torch
 
@@ -39,7 +39,7 @@ class ReferenceWorker:
 
         self._policy, self._device = policy, device
         self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), self._device)
-        self._temperature, self._max_tokens = temperature, max_tokens
+        self._distribution, self._max_tokens = distribution, max_tokens
 
     @remote("scoring groups")
     def annotate(self, parcel: Parcel) -> tuple[int, tuple[object, ...]]:
@@ -59,7 +59,7 @@ class ReferenceWorker:
 
         samples = list(samples_in(payload))
         own = [sample for (e, t, _), sample in samples if payload[e].trajectories[t].policy == self._policy]
-        rows = iter(score(self._model, own, self._temperature, max_tokens=self._max_tokens))
+        rows = iter(score(self._model, own, self._distribution, max_tokens=self._max_tokens))
         return [
             next(rows) if payload[e].trajectories[t].policy == self._policy else (0.0,) * len(sample.completion_ids)
             for (e, t, _), sample in samples
@@ -72,6 +72,6 @@ class ReferenceWorker:
         from workers.train.logprobs import trained_logprobs
         from workers.train.step_data import mismatched
 
-        logprobs = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._temperature)[0])
+        logprobs = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._distribution)[0])
         columns = (mismatched(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches)
         return [column_N.cpu().numpy() for column_N in columns]

@@ -16,7 +16,7 @@ from rlsys.agents.agent import messages_of
 from rlsys.agents.environment import Environment, Step, make
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import RlsysError, ToolError
-from rlsys.types import Prompt, Task
+from rlsys.types import Distribution, Prompt, Task
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class EnvironmentPlay(Workflow):
         """Create the environment of one episode. Raises `ConfigError`."""
         return make(self.environment, self.args)
 
-    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+    def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         """Raise `ConfigError` if the environment does not exist, or its package is not installed.
 
         Creates and closes one environment, in a thread, since the caller may already run an event loop.

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from rlsys.agents.workflow import Session, SingleTurn, Workflow
 from rlsys.data.row_adapters import RowProblem, listed, message_of, named
 from rlsys.errors import ConfigError, DataError
-from rlsys.types import Message, Prompt, Task
+from rlsys.types import Distribution, Message, Prompt, Task
 
 
 class Offline(Workflow):
@@ -30,17 +30,18 @@ class Offline(Workflow):
         for prompt, reply in exchanges_of(session.task):
             await agent.recite(prompt, reply)
 
-    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+    def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         """Raise `ConfigError` for keys that do not apply, `DataError` that lists the rows that cannot be used."""
         if group_size != 1:
             raise ConfigError(
                 f"algorithm.group_size: {group_size} episodes of a row would all be its one recorded completion; set "
                 "it to 1 with rollout.workflow=offline"
             )
-        if temperature != 1:
+        if distribution != Distribution():
             raise ConfigError(
-                f"rollout.temperature: {temperature:g} changes nothing that is recorded, and engines say how likely "
-                "tokens are at 1; leave it at 1 with rollout.workflow=offline (eval.temperature is free)"
+                "rollout.temperature, top_p, top_k, min_p: they change nothing that is recorded, and engines say how "
+                "likely tokens are at temperature 1, among all tokens; leave them at their defaults with "
+                "rollout.workflow=offline (eval.temperature is free)"
             )
         problems = [f"row {n}: {problem}" for n, task in enumerate(tasks, 1) if (problem := _problem_in(task))]
         if problems:

@@ -39,7 +39,7 @@ from rlsys.agents.sandbox.programs import ProgramFailed, run_program
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.agents.workflows.tool_use import loadable
 from rlsys.errors import ConfigError, DataError
-from rlsys.types import POLICY, Task
+from rlsys.types import POLICY, Distribution, Task
 from rlsys.util.importing import imported
 
 ARGUMENTS = ("task", "prompt", "base_url", "api_key", "model")
@@ -102,7 +102,7 @@ class OpenAIAgent(Workflow):
         if (self.agent is None) == (not self.command):
             raise ValueError("give either `agent`, an async function, or `command`, a program")
 
-    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+    def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         """Raise `ConfigError` if the program does not exist."""
         if self.command and shutil.which(self.command[0], path=_search_path()) is None:
             raise ConfigError(f"rollout.workflow.command: there is no program {self.command[0]!r}")

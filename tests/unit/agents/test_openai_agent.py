@@ -19,7 +19,7 @@ from rlsys.agents.workflow import play_or_fail
 from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
 from rlsys.testing import ScriptedPolicy, played
-from rlsys.types import POLICY, Message, Task, Trajectory, Turn
+from rlsys.types import POLICY, Distribution, Message, Task, Trajectory, Turn
 from tests.gateways import FailingPolicy, PickyPolicy
 from tests.openai_agents import PROGRAM
 from tests.processes import is_gone
@@ -284,5 +284,5 @@ def test_it_is_a_function_or_a_program():
 
 def test_a_missing_program_is_found_before_the_run_starts():
     with pytest.raises(ConfigError, match=r"no program 'no-such-program'"):
-        OpenAIAgent(command=("no-such-program",)).check([TASK], group_size=2, temperature=1.0)
-    OpenAIAgent(command=("python", "agent.py")).check([TASK], group_size=2, temperature=1.0)
+        OpenAIAgent(command=("no-such-program",)).check([TASK], group_size=2, distribution=Distribution())
+    OpenAIAgent(command=("python", "agent.py")).check([TASK], group_size=2, distribution=Distribution())

@@ -15,7 +15,7 @@ from rlsys.agents.workflows.environment_play import EnvironmentPlay
 from rlsys.config.plugins import WORKFLOWS
 from rlsys.errors import ConfigError
 from rlsys.testing import ScriptedPolicy, played
-from rlsys.types import TRUNCATED, Json, Message, OutcomeKind, Prompt, Task, Trajectory
+from rlsys.types import TRUNCATED, Distribution, Json, Message, OutcomeKind, Prompt, Task, Trajectory
 from tests.call_texts import write_calls
 from tests.worlds import Broken
 
@@ -194,13 +194,13 @@ def test_a_cancelled_episode_closes_its_environment():
 
 def test_what_cannot_be_made_is_said_before_anything_starts():
     with pytest.raises(ConfigError, match="No module named 'nowhere'"):
-        play("nowhere:World").check([TASK], group_size=8, temperature=1.0)
-    play().check([TASK], group_size=8, temperature=1.0)
+        play("nowhere:World").check([TASK], group_size=8, distribution=Distribution())
+    play().check([TASK], group_size=8, distribution=Distribution())
 
 
 def test_a_checked_environment_is_closed_inside_an_event_loop():
     async def within() -> None:
-        play("tests.worlds:Broken", args={"what": "step"}).check([TASK], group_size=8, temperature=1.0)
+        play("tests.worlds:Broken", args={"what": "step"}).check([TASK], group_size=8, distribution=Distribution())
 
     Broken.closed.clear()
     asyncio.run(within())

@@ -23,7 +23,7 @@ from rlsys.data.task_file import load_tasks
 from rlsys.errors import ConfigError, DataError, TaskTooLong
 from rlsys.testing import ScriptedPolicy
 from rlsys.testing import played as play
-from rlsys.types import OK, Assignment, Episode, Group, Json, Message, Prompt, Task, VersionSpan
+from rlsys.types import OK, Assignment, Distribution, Episode, Group, Json, Message, Prompt, Task, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, played, replica_of, scripted
 from tests.scripted_engine import ScriptedEngine
@@ -35,6 +35,8 @@ from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import score
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
+
+SAMPLED = Distribution(1.0)
 
 NUM_NEW = 7
 
@@ -115,7 +117,7 @@ ASKED = (said("user", "go"),)
 def test_unusable_rows_are_named_before_the_run_starts(row: Task, problem: str) -> None:
     good = task(completion="x", label=True)
     with pytest.raises(DataError) as raised:
-        Offline().check([good, row, good], group_size=1, temperature=1.0)
+        Offline().check([good, row, good], group_size=1, distribution=Distribution())
     first, second = str(raised.value).split("\n")
     assert first == "data.path: 1 row cannot be used by rollout.workflow=offline"
     assert second.startswith("  row 2: ") and problem in second
@@ -123,16 +125,18 @@ def test_unusable_rows_are_named_before_the_run_starts(row: Task, problem: str) 
 
 def test_of_many_bad_rows_ten_are_shown() -> None:
     with pytest.raises(DataError, match=r"12 rows cannot be used(.|\n)*row 10: .*\n  \.\.\. and 2 more$"):
-        Offline().check([task(label=True)] * 12, group_size=1, temperature=1.0)
+        Offline().check([task(label=True)] * 12, group_size=1, distribution=Distribution())
 
 
 def test_keys_that_make_no_sense_with_it_are_refused() -> None:
     rows = [task(completion="x", label=True)]
     with pytest.raises(ConfigError, match=r"^algorithm\.group_size: 8 episodes .* set it to 1 with"):
-        Offline().check(rows, group_size=8, temperature=1.0)
-    with pytest.raises(ConfigError, match=r"^rollout\.temperature: 0\.7 changes nothing .* leave it at 1"):
-        Offline().check(rows, group_size=1, temperature=0.7)
-    Offline().check(rows, group_size=1, temperature=1.0)
+        Offline().check(rows, group_size=8, distribution=Distribution())
+    with pytest.raises(ConfigError, match=r"^rollout\.temperature, top_p.* change nothing .* leave them at"):
+        Offline().check(rows, group_size=1, distribution=Distribution(0.7))
+    with pytest.raises(ConfigError, match="they change nothing that is recorded"):
+        Offline().check(rows, group_size=1, distribution=Distribution(top_p=0.9))
+    Offline().check(rows, group_size=1, distribution=Distribution())
 
 
 def test_rows_of_trls_unpaired_preferences_are_read_as_they_are(tmp_path: Path) -> None:
@@ -140,7 +144,7 @@ def test_rows_of_trls_unpaired_preferences_are_read_as_they_are(tmp_path: Path) 
     rows = [{"prompt": "12>", "completion": "12", "label": True}, {"prompt": "21>", "completion": "21", "label": False}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = load_tasks(path)
-    Offline().check(tasks, group_size=1, temperature=1.0)
+    Offline().check(tasks, group_size=1, distribution=Distribution())
     rewards = [recorded(one, ScriptedPolicy()).trajectories[0].reward for one in tasks]
     assert (rewards, [one.answer for one in tasks]) == ([1.0, 0.0], [None, None])
 
@@ -171,7 +175,7 @@ def test_recorded_tokens_have_engine_logprobs_and_the_stop_token() -> None:
     ((group, payload),) = rolled_out(replica(local_engine(model)), task(completion="021", label=False))
     (turn,) = payload[0].trajectories[0].turns
     assert turn.output_ids == (*TextTokenizer(build_tokenizer()).encode("021"), 1)
-    (expected,) = score(tiny_sorter(), [s for _, s in samples_in(payload)], 1.0, max_tokens=64)
+    (expected,) = score(tiny_sorter(), [s for _, s in samples_in(payload)], SAMPLED, max_tokens=64)
     assert turn.logprobs == pytest.approx(expected, abs=1e-5)
     assert group.versions == (VersionSpan(0, 4),)
     assert (turn.text, payload[0].trajectories[0].reward) == ("021", 0.0)
@@ -235,11 +239,11 @@ def test_kto_learns_offline_and_engine_logprobs_match_the_trainer(tmp_path: Path
     assert settled.metrics == {"kto/desirable_frac": 0.5}
     plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=512)[0]
     columns = [
-        {Signal.REFERENCE_LOGPROBS: score(tiny_sorter(), [s for _, s in samples_in(payload)], 1.0, max_tokens=64)}
+        {Signal.REFERENCE_LOGPROBS: score(tiny_sorter(), [s for _, s in samples_in(payload)], SAMPLED, max_tokens=64)}
         for payload in payloads
     ]
     backend = FsdpBackend(str(tmp_path), OptimizerSettings(lr=1e-2, total_steps=10), RankGroup())
     data = StepData(payloads, columns)
-    metrics = [backend.train_step(plan, data, kto, temperature=1.0) for _ in range(8)]
+    metrics = [backend.train_step(plan, data, kto, distribution=SAMPLED) for _ in range(8)]
     assert metrics[0]["sampler/logp_diff_max"] < 1e-4
     assert metrics[-1]["kto/margin"] > 0.2 and metrics[-1]["loss"] < metrics[0]["loss"]

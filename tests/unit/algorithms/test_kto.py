@@ -19,7 +19,7 @@ from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
+from rlsys.types import OK, Distribution, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
 from tests.groups import episode, group
 from tests.models import random_group, random_prompt, random_sample, save_model, tiny_qwen3
 from tests.training import group_of
@@ -388,7 +388,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     scorer = Scorer(reference)
     columns = []
     for payload in payloads:
-        rows = score(reference, [sample for _, sample in samples_in(payload)], 1.0, max_tokens=64)
+        rows = score(reference, [sample for _, sample in samples_in(payload)], Distribution(1.0), max_tokens=64)
         columns.append({Signal.REFERENCE_LOGPROBS: rows})
     data = StepData(payloads, columns)
     with torch.no_grad():
@@ -398,7 +398,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
         ]
     data = data.with_columns({Signal.REFERENCE_MISMATCHED: mismatches})
     backend = FsdpBackend(path, OptimizerSettings(lr=3e-3, total_steps=10), RankGroup())
-    metrics = [backend.train_step(plan, data, kto, temperature=1.0) for _ in range(6)]
+    metrics = [backend.train_step(plan, data, kto, distribution=Distribution(1.0)) for _ in range(6)]
     first, last = metrics[0], metrics[-1]
     assert (first["kto/margin"], first["kto/z0"]) == (pytest.approx(0, abs=1e-5), pytest.approx(0, abs=1e-5))
     assert last["kto/margin"] > 0.1 and last["loss"] < first["loss"]
@@ -422,7 +422,7 @@ def test_the_reference_point_does_not_depend_on_micro_batches(tmp_path: Path) ->
         far = [torch.full((n,), -9.0).numpy() for n in lengths]
         data = data.with_columns({Signal.REFERENCE_MISMATCHED: far})
         return FsdpBackend(path, OptimizerSettings(lr=1e-3, total_steps=10), RankGroup()).train_step(
-            plan, data, kto, temperature=1.0
+            plan, data, kto, distribution=Distribution(1.0)
         )
 
     one, many = metrics_of(4096), metrics_of(1)

@@ -16,7 +16,7 @@ from rlsys.algorithm import Aggregation, Signal
 from rlsys.batch.packing import MicroBatchPlan, SampleRef, plan_batch
 from rlsys.batch.samples import Sample, samples_of
 from rlsys.batch.tensors import MicroBatch, StepData, packed
-from rlsys.types import Episode, VersionSpan
+from rlsys.types import Distribution, Episode, VersionSpan
 from tests.models import episode_of, tiny_qwen3
 from tests.training import PLAIN, data_of, group_of, random_team
 from workers.train.logprobs import trained_logprobs
@@ -130,7 +130,7 @@ def planned_gradient(
 
     def loss(micro_batch_plan: MicroBatchPlan) -> Tensor:
         batch = data.micro_batch(micro_batch_plan)
-        logprobs_N, _ = trained_logprobs(MODEL, batch, 1.0)
+        logprobs_N, _ = trained_logprobs(MODEL, batch, Distribution(1.0))
         output = PLAIN.loss(logprobs_N, batch.loss_inputs(0, logprobs_N.detach()))
         return micro_batch_plan.weight * (output.loss_N * batch.weights_N).sum()
 

@@ -65,7 +65,9 @@ def test_recorded_answers_are_rows_that_the_offline_example_trains_on(tmp_path: 
     path = label(tmp_path)
     config = Config.load("examples/kto_offline/run.yaml", [f"data.path={path}"])
     tasks = load_tasks(path)
-    config.rollout.workflow.check(tasks, group_size=config.algorithm.group_size, temperature=config.rollout.temperature)
+    config.rollout.workflow.check(
+        tasks, group_size=config.algorithm.group_size, distribution=config.rollout.distribution
+    )
     answers = {row["prompt"]: row["answer"] for row in map(json.loads, (tmp_path / "train.jsonl").open())}
     assert 0 < len(tasks) <= 64
     for task in tasks:

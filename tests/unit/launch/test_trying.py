@@ -13,7 +13,7 @@ from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.cli import app
 from rlsys.errors import ConfigError, DataError, RlsysError, WorkflowError
-from rlsys.types import Task
+from rlsys.types import Distribution, Task
 from tests.models import tiny_sorter
 
 ROW = '{"prompt": "2+3?", "answer": 5, "id": "sum"}'
@@ -35,7 +35,7 @@ class Asks(Workflow):
 class Refuses(Asks):
     """Plays no task without an answer."""
 
-    def check(self, tasks: Sequence[Task], *, group_size: int, temperature: float) -> None:
+    def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         if any(task.answer is None for task in tasks):
             raise DataError("there is a task without an answer")
 

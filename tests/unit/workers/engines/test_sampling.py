@@ -1,10 +1,14 @@
 """Laws of the sampler: one uniform number per (seed, position), tokens by inverse CDF."""
 
+from dataclasses import asdict
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engines.decoder import as_int64, draw, uniform
+from rlsys.types import Distribution
+from workers.engines.decoder import SamplingOfRows, as_int64, draw, uniform
+from workers.train.truncation import distribution_logits
 
 torch.set_num_threads(1)
 
@@ -42,9 +46,12 @@ def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
         assert abs((a * b).mean() * 12) < 0.02
 
 
-def rows(num: int, **values: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows(
+    num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> tuple[SamplingOfRows, torch.Tensor]:
     numbers = uniform(torch.arange(num), torch.zeros(num, dtype=torch.int64))
-    return torch.full((num,), values.get("temperature", 1.0)), torch.full((num,), values.get("top_p", 1.0)), numbers
+    values = (torch.full((num,), value) for value in (temperature, top_p, top_k, min_p))
+    return SamplingOfRows(*values), numbers
 
 
 def test_tokens_follow_the_softmax_at_the_given_temperature() -> None:
@@ -63,6 +70,46 @@ def test_top_p_keeps_the_smallest_nucleus_and_renormalises_it() -> None:
     assert torch.allclose(logprobs.exp(), (probs / 0.8)[tokens], atol=1e-6)
 
 
+def test_top_k_keeps_the_likeliest_tokens_and_those_that_tie_with_them() -> None:
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.2, 0.1])
+    tokens, logprobs = draw(probs.log().expand(1000, -1), *rows(1000, top_k=2))
+    assert set(tokens.tolist()) == {1, 2, 3}
+    assert torch.allclose(logprobs.exp(), (probs / 0.8)[tokens], atol=1e-6)
+
+
+def test_min_p_keeps_tokens_with_a_share_of_the_largest_probability() -> None:
+    probs = torch.tensor([0.05, 0.6, 0.25, 0.1])
+    tokens, logprobs = draw(probs.log().expand(1000, -1), *rows(1000, min_p=0.3))
+    assert set(tokens.tolist()) == {1, 2}
+    assert torch.allclose(logprobs.exp(), (probs / 0.85)[tokens], atol=1e-6)
+
+
+DISTRIBUTIONS = st.builds(
+    Distribution,
+    temperature=st.floats(0.1, 2),
+    top_p=st.floats(0.05, 1),
+    top_k=st.integers(0, 12),
+    min_p=st.sampled_from([0.0, 0.01, 0.2]),
+)
+
+
+@given(DISTRIBUTIONS, st.integers(0, 2**32 - 1))
+def test_the_trainer_computes_the_logprobs_that_tokens_are_sampled_with(distribution: Distribution, seed: int) -> None:
+    logits = torch.randn(40, 10, generator=torch.Generator().manual_seed(seed)) * 3
+    given_rows, numbers = rows(40, **asdict(distribution))
+    tokens, logprobs = draw(logits, given_rows, numbers)
+    computed = distribution_logits(logits, tokens, distribution).log_softmax(-1)
+    assert torch.equal(computed.gather(1, tokens[:, None])[:, 0], logprobs)
+
+
+def test_a_sampled_token_is_never_cut_off_by_later_weights() -> None:
+    logits = torch.tensor([[5.0, 1.0, 0.0]], requires_grad=True)
+    kept = distribution_logits(logits, torch.tensor([2]), Distribution(top_k=1)).log_softmax(-1)
+    kept[0, 2].backward()
+    assert kept[0].isfinite().tolist() == [True, False, True]
+    assert logits.grad is not None and logits.grad[0, 2] > 0 == logits.grad[0, 1]
+
+
 def test_temperature_zero_takes_the_likeliest_token_with_logprob_zero() -> None:
     tokens, logprobs = draw(torch.tensor([[0.0, 3.0, 1.0]]).expand(50, -1), *rows(50, temperature=0.0))
     assert tokens.tolist() == [1] * 50
@@ -71,10 +118,10 @@ def test_temperature_zero_takes_the_likeliest_token_with_logprob_zero() -> None:
 
 def test_a_row_is_drawn_alike_beside_rows_with_other_sampling() -> None:
     logits = torch.randn(64, 90, generator=torch.Generator().manual_seed(0)) * 3
-    temperature, top_p, numbers = rows(64)
-    alone = draw(logits, temperature, top_p, numbers)
-    temperature[1::2], top_p[2::4] = 0.0, 0.5
-    mixed = draw(logits, temperature, top_p, numbers)
+    sampling, numbers = rows(64)
+    alone = draw(logits, sampling, numbers)
+    sampling.temperature_B[1::2], sampling.top_p_B[2::4] = 0.0, 0.5
+    mixed = draw(logits, sampling, numbers)
     plain = torch.arange(0, 64, 4)
     assert all(torch.equal(a[plain], b[plain]) for a, b in zip(alone, mixed, strict=True))
 
@@ -82,5 +129,5 @@ def test_a_row_is_drawn_alike_beside_rows_with_other_sampling() -> None:
 def test_tokens_without_probability_are_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(3, -1)
     edges = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
-    tokens, _ = draw(logits, torch.ones(3), torch.ones(3), edges)
+    tokens, _ = draw(logits, rows(3)[0], edges)
     assert tokens.tolist() == [1, 2, 2]

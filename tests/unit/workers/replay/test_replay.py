@@ -25,7 +25,7 @@ from rlsys.errors import ConfigError, DataError
 from rlsys.loop.checkpoint import ACTOR, CONFIG, CRITIC, GROUPS, FailedStep, read_failed
 from rlsys.replay.replay_results import NonFinite, ReplayedSample, ReplayedStep
 from rlsys.replay.rollout_log import GroupRecord, write_groups
-from rlsys.types import Episode
+from rlsys.types import Distribution, Episode
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of
 from workers.train.fsdp import FsdpBackend
@@ -34,6 +34,8 @@ from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.value_model import CriticBackend
+
+SAMPLED = Distribution(1.0)
 
 pytestmark = pytest.mark.slow
 
@@ -109,12 +111,12 @@ class Failed:
         """What the trainer makes of the same step."""
         reference = load_model(self.model, torch.float32)
         columns = [
-            {Signal.REFERENCE_LOGPROBS: score(reference, [s for _, s in samples_in(p)], 1.0, max_tokens=64)}
+            {Signal.REFERENCE_LOGPROBS: score(reference, [s for _, s in samples_in(p)], SAMPLED, max_tokens=64)}
             for p in self.payloads
         ]
         algorithm = replace(self.config.algorithm, variant="apo_zero_unpaired")  # pyrefly: ignore[unexpected-keyword]
         plan = plan_batch(self.groups, self.assigned, algorithm.aggregation, num_ranks=1, max_tokens=64)[0]
-        return self.backend.train_step(plan, StepData(self.payloads, columns), algorithm, temperature=1.0)["loss"]
+        return self.backend.train_step(plan, StepData(self.payloads, columns), algorithm, distribution=SAMPLED)["loss"]
 
 
 @pytest.fixture

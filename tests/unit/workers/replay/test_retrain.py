@@ -31,7 +31,7 @@ from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublish
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.replay.rollout_log import RolloutRecord, Rows, read_rollouts, write_rollouts
 from rlsys.replay.run_history import RecordedSteps, read_history
-from rlsys.types import Episode, Group, Task
+from rlsys.types import Distribution, Episode, Group, Task
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of, random_team
 from workers.replay.step_replay import models_on_gpu, retrain
@@ -98,7 +98,7 @@ class Run:
         if Signal.VALUES in signals:
             self.critic = CriticBackend(model, critic_optimizer_settings(config), RankGroup(), dtype=dtype)
         if Signal.REFERENCE_LOGPROBS in signals:
-            self.reference = ReferenceWorker(model, dtype, 1.0, 64, torch.device("cpu"))
+            self.reference = ReferenceWorker(model, dtype, Distribution(), 64, torch.device("cpu"))
         if start:
             self.backend.load(self.checkpoint(start) / "actor")
         self.events.emit(RunStarted(str(self.folder), start, STEPS))
@@ -116,7 +116,7 @@ class Run:
         rows = [self.rows(payload) for payload in payloads]
         data = StepData(payloads, [{Signal(name): column for name, column in of_group.items()} for of_group in rows])
         data = data.with_columns(self.columns(plan, data))
-        metrics = self.backend.train_step(plan, data, algorithm, temperature=1.0)
+        metrics = self.backend.train_step(plan, data, algorithm, distribution=Distribution(1.0))
         if self.critic is not None:
             metrics |= self.critic.train_step(plan, data, algorithm)
         self.publish()

@@ -14,7 +14,7 @@ from benchmarks.trainer import peak_of
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.schema import ActivationCheckpointing
-from rlsys.types import VersionSpan
+from rlsys.types import Distribution, VersionSpan
 from tests.models import VOCAB, random_prompt, random_sample, tiny_llama, tiny_qwen3
 from workers.train.activations import checkpoint_layers
 from workers.train.logprobs import trained_logprobs
@@ -26,7 +26,7 @@ def gradients(make: Callable[[], PreTrainedModel], batch: MicroBatch, how: Activ
     """Logprobs, entropies, then the gradient of every parameter, of a sum in which each token has its own weight."""
     model = make()
     checkpoint_layers(model, how)
-    logprobs_N, entropy_N = trained_logprobs(model, batch, 0.7)
+    logprobs_N, entropy_N = trained_logprobs(model, batch, Distribution(0.7))
     (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
     return [logprobs_N, entropy_N, *(p.grad for p in model.parameters() if p.grad is not None)]
 
@@ -50,7 +50,7 @@ def peak_bytes(how: ActivationCheckpointing) -> int:
     model = tiny_llama(num_hidden_layers=8, max_position_embeddings=256)
     batch = MicroBatch.of([sample_of(prompt=40, completion=100, seed=seed) for seed in range(4)])
     checkpoint_layers(model, how)
-    return peak_of(lambda: trained_logprobs(model, batch, 1.0)[0].sum().backward())
+    return peak_of(lambda: trained_logprobs(model, batch, Distribution(1.0))[0].sum().backward())
 
 
 def sample_of(prompt: int, completion: int, seed: int) -> Sample:

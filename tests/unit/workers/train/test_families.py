@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlsys.batch.tensors import MicroBatch
+from rlsys.types import Distribution
 from tests.families import FAMILIES, tiny
 from tests.models import random_prompt, random_sample
 from tests.unit.workers.train.test_scoring import gradients, plain
@@ -22,7 +23,7 @@ def test_a_row_equals_plain_forwards(family: str) -> None:
     prompts = [random_prompt(rng) for _ in range(3)]
     samples = [random_sample(rng, prompt, turns) for prompt in prompts for turns in (1, 2, 3)]
     expected_N, entropies_N = plain(model, samples, 0.7)
-    actual_N, entropy_N = trained_logprobs(model, MicroBatch.of(samples), 0.7)
+    actual_N, entropy_N = trained_logprobs(model, MicroBatch.of(samples), Distribution(0.7))
     torch.testing.assert_close(actual_N.double(), expected_N.double(), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(entropy_N.double(), entropies_N.double(), rtol=tolerance, atol=tolerance)
     expected, actual = gradients(model, expected_N), gradients(model, actual_N)

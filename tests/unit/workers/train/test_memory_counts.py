@@ -15,7 +15,7 @@ from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.memory_plan import rank_memory
 from rlsys.errors import ModelError
-from rlsys.types import VersionSpan
+from rlsys.types import Distribution, VersionSpan
 from workers.train.activations import checkpoint_layers
 from workers.train.logprobs import trained_logprobs
 from workers.train.memory_counts import CountedModel, stabilizer_bytes
@@ -71,7 +71,7 @@ def test_a_planned_step_needs_what_a_measured_one_does(name: str, how, tmp_path:
     length = 255
     sample = Sample((1,), (2,) * length, (True,) * length, (0.0,) * length, (VersionSpan(0, length),))
     micro_batch = MicroBatch.of([sample])
-    measured = peak_of(lambda: trained_logprobs(model, micro_batch, 1.0)[0].sum().backward())
+    measured = peak_of(lambda: trained_logprobs(model, micro_batch, Distribution(1.0))[0].sum().backward())
     assert planned.activations + planned.logits == pytest.approx(measured, rel=0.03)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.errors import ModelError
-from rlsys.types import VersionSpan
+from rlsys.types import Distribution, VersionSpan
 from tests.models import VOCAB, random_prompt, random_sample, tiny_llama, tiny_qwen3
 from workers.train.logprobs import score, trained_logprobs
 from workers.train.row_attention import AttentionRow, row_attention
@@ -57,7 +57,7 @@ def gradients(model: PreTrainedModel, logprobs_N: Tensor) -> dict[str, Tensor]:
 def test_values_and_gradients_equal_plain_forwards(make: Callable[[], PreTrainedModel]) -> None:
     model, samples = make().double(), some_samples()
     expected_N, entropies_N = plain(model, samples, 0.7)
-    actual_N, entropy_N = trained_logprobs(model, micro_batch(samples), 0.7)
+    actual_N, entropy_N = trained_logprobs(model, micro_batch(samples), Distribution(0.7))
     torch.testing.assert_close(actual_N.double(), expected_N, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(entropy_N.double(), entropies_N, rtol=2e-6, atol=2e-6)
     assert not entropy_N.requires_grad
@@ -71,7 +71,7 @@ def test_values_and_gradients_equal_plain_forwards(make: Callable[[], PreTrained
 def test_in_fp32_the_difference_is_rounding(make: Callable[[], PreTrainedModel]) -> None:
     model, samples = make(), some_samples(1)
     expected_N, _ = plain(model, samples, 1.0)
-    actual_N, _ = trained_logprobs(model, micro_batch(samples), 1.0)
+    actual_N, _ = trained_logprobs(model, micro_batch(samples), Distribution(1.0))
     assert (actual_N - expected_N).norm() <= 2e-6 * expected_N.norm()
     expected, actual = gradients(model, expected_N), gradients(model, actual_N)
     for name, gradient in expected.items():
@@ -80,9 +80,9 @@ def test_in_fp32_the_difference_is_rounding(make: Callable[[], PreTrainedModel])
 
 def test_chunks_of_logits_change_nothing() -> None:
     model, batch = tiny_qwen3(), micro_batch(some_samples(2))
-    whole_N, _ = trained_logprobs(model, batch, 1.0)
+    whole_N, _ = trained_logprobs(model, batch, Distribution(1.0))
     whole = gradients(model, whole_N)
-    chunked_N, _ = trained_logprobs(model, batch, 1.0, max_logits=7 * VOCAB)
+    chunked_N, _ = trained_logprobs(model, batch, Distribution(1.0), max_logits=7 * VOCAB)
     torch.testing.assert_close(chunked_N, whole_N)
     for name, gradient in gradients(model, chunked_N).items():
         torch.testing.assert_close(gradient, whole[name], rtol=1e-5, atol=1e-6)
@@ -93,8 +93,8 @@ def test_untrained_tokens_reach_the_loss_only_as_context() -> None:
     model = tiny_llama()
     sample = Sample((1, 2), (3, 4, 5, 6), (True, False, False, True), (-1.0, 0.0, 0.0, -1.0), (VersionSpan(0, 2),))
     changed = Sample((1, 2), (3, 4, 7, 6), sample.is_trained, sample.logprobs, sample.versions)
-    before_N, _ = trained_logprobs(model, micro_batch([sample]), 1.0)
-    after_N, _ = trained_logprobs(model, micro_batch([changed]), 1.0)
+    before_N, _ = trained_logprobs(model, micro_batch([sample]), Distribution(1.0))
+    after_N, _ = trained_logprobs(model, micro_batch([changed]), Distribution(1.0))
     assert before_N.shape == (2,)
     assert before_N[0] == after_N[0]
     assert before_N[1] != after_N[1]
@@ -103,14 +103,14 @@ def test_untrained_tokens_reach_the_loss_only_as_context() -> None:
 def test_completions_of_one_token_need_no_other() -> None:
     model = tiny_qwen3()
     samples = [Sample((1, 2, 3), (t,), (True,), (-1.0,), (VersionSpan(0, 1),)) for t in range(3)]
-    logprobs_N, _ = trained_logprobs(model, micro_batch(samples), 1.0)
+    logprobs_N, _ = trained_logprobs(model, micro_batch(samples), Distribution(1.0))
     torch.testing.assert_close(logprobs_N, plain(model, samples, 1.0)[0])
 
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
 def test_scores_come_back_per_sample_whatever_the_packing(max_tokens: int) -> None:
     model, samples = tiny_llama(), some_samples(3)
-    rows = score(model, samples, 0.9, max_tokens=max_tokens)
+    rows = score(model, samples, Distribution(0.9), max_tokens=max_tokens)
     assert [len(row) for row in rows] == [len(s.completion_ids) for s in samples]
     for row, sample in zip(rows, samples, strict=True):
         expected = iter(plain(model, [sample], 0.9)[0].tolist())
@@ -119,8 +119,8 @@ def test_scores_come_back_per_sample_whatever_the_packing(max_tokens: int) -> No
 
 def test_bfloat16_gives_fp32_logprobs_that_are_close() -> None:
     model, batch = tiny_qwen3(initializer_range=0.05), micro_batch(some_samples(4))
-    exact_N, _ = trained_logprobs(model, batch, 1.0)
-    rough_N, _ = trained_logprobs(model.bfloat16(), batch, 1.0)
+    exact_N, _ = trained_logprobs(model, batch, Distribution(1.0))
+    rough_N, _ = trained_logprobs(model.bfloat16(), batch, Distribution(1.0))
     assert rough_N.dtype is torch.float32
     torch.testing.assert_close(rough_N, exact_N, rtol=0, atol=0.05)
 
@@ -130,7 +130,7 @@ def test_a_sliding_window_sees_the_same_tokens_as_a_plain_forward(window: int) -
     model = tiny_qwen3(use_sliding_window=True, sliding_window=window, max_window_layers=1).double()
     samples = some_samples()
     expected_N, _ = plain(model, samples, 1.0)
-    actual_N, _ = trained_logprobs(model, micro_batch(samples), 1.0)
+    actual_N, _ = trained_logprobs(model, micro_batch(samples), Distribution(1.0))
     torch.testing.assert_close(actual_N.double(), expected_N, rtol=2e-6, atol=2e-6)
     expected = gradients(model, expected_N)
     for name, gradient in gradients(model, actual_N).items():
@@ -148,7 +148,7 @@ def test_attention_with_unknown_parts_is_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_it_equals_the_cpu() -> None:
     model, batch, device = tiny_qwen3(), micro_batch(some_samples(5)), torch.device("cuda")
-    expected_N, _ = trained_logprobs(model, batch, 1.0)
+    expected_N, _ = trained_logprobs(model, batch, Distribution(1.0))
     torch.nn.Module.to(model, device)
-    actual_N, _ = trained_logprobs(model, batch.to(device), 1.0)
+    actual_N, _ = trained_logprobs(model, batch.to(device), Distribution(1.0))
     torch.testing.assert_close(actual_N.cpu(), expected_N, rtol=1e-4, atol=1e-4)
