@@ -19,6 +19,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
@@ -46,6 +47,9 @@ class Workflow(Budget):
 
     A subclass with new fields is also a frozen keyword-only dataclass; a subclass without them needs no decorator.
     """
+
+    opens_with_prompt: ClassVar[bool] = False
+    """True if the first prompt of an agent is that of the task. Then the prompts are checked before a run starts."""
 
     async def run(self, session: Session) -> None:
         """Play one episode: create agents, chat.
@@ -100,6 +104,8 @@ class Workflow(Budget):
 
 class SingleTurn(Workflow):
     """One agent, one reply to the task's prompt. The tools of the task are on offer; calls in the reply are not run."""
+
+    opens_with_prompt = True
 
     async def run(self, session: Session) -> None:
         await session.agent(POLICY).chat(session.task.prompt, tools=session.task.tools)

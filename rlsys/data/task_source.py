@@ -43,6 +43,11 @@ class TaskSource:
         return len(self._tasks)
 
     @property
+    def tasks(self) -> Sequence[Task]:
+        """The tasks of one epoch, in the order of the file."""
+        return self._tasks
+
+    @property
     def cursor(self) -> Cursor:
         """Position of the next task."""
         return self._cursor

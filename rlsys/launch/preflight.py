@@ -21,6 +21,7 @@ from rlsys.data.task_source import TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
+from rlsys.launch.prompt_checks import check_prompts
 from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, newest_first, newest_whole, problem_of, step_of
 from rlsys.loop.remote_checkpoints import RemoteCheckpoints
 from rlsys.monitoring.events import CheckpointSaved
@@ -117,7 +118,13 @@ def look_up(config: Config) -> Data:
     for own in [config.of(name) for name in config.policies] or [config]:
         check_model(own)
         check_rows(own)
-    return Data(task_source(config), eval_sets(config) if config.eval.every else {})
+    data = Data(task_source(config), eval_sets(config) if config.eval.every else {})
+    if config.ray.address is None:
+        for own in [config.of(name) for name in config.policies] or [config]:
+            check_prompts(own, "data.path", data.train.tasks)
+        for name, tasks in data.eval.items():
+            check_prompts(config, f"eval.data.{name}", tasks)
+    return data
 
 
 def task_source(config: Config) -> TaskSource:

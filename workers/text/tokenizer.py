@@ -71,6 +71,10 @@ class TextTokenizer:
         """The stop tokens as text, by their ids."""
         return tuple(self.spell([token]) for token in sorted(self.stop_ids))
 
+    def special_in(self, text: str) -> str | None:
+        """The first special token that a text contains, None if there is none."""
+        return self._template.special_in(text)
+
     @property
     def template(self) -> str | None:
         """The chat template in Jinja; None if there is none."""
@@ -206,6 +210,11 @@ class ChatTemplate:
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special.sort(key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def special_in(self, text: str) -> str | None:
+        """The first special token that a text contains, None if there is none."""
+        found = self._special.search(text)
+        return found and found[0]
 
     def literal(self, text: str) -> str:
         """Break up special tokens with `BREAK`, so that they are tokenized as ordinary text."""

@@ -210,7 +210,7 @@ class FsdpBackend(Sharded):
         count = len(rest)
         sample = Sample((first,), tuple(rest), (True,) * count, (0.0,) * count, (VersionSpan(self.step, count),))
         with torch.no_grad():
-            logprobs_N, _ = self._scorer(MicroBatch.of([sample]).to(self._device), 1.0)
+            logprobs_N, _ = self._scorer(MicroBatch.of([sample]).to(self._device), Distribution())
         self.reshard()
         return Probe(self._probe_ids, tuple(logprobs_N.tolist()))
 

@@ -24,6 +24,8 @@ from rlsys.types import Distribution, Message, Prompt, Task
 class Offline(Workflow):
     """One agent replays the row's `completion`; its reward is the row's `label`."""
 
+    opens_with_prompt = True
+
     async def run(self, session: Session) -> None:
         agent = session.agent("policy")
         session.reward(label_of(session.task))  # first, since a conversation that outgrows the context ends below

@@ -1,0 +1,85 @@
+"""Checks of what the model reads, before anything starts: its tokenizer, chat template and the prompts of the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlsys.config import Config
+from rlsys.errors import DataError, ModelError
+from rlsys.types import Task
+from rlsys.util.files import can_be_hub_name
+
+if TYPE_CHECKING:
+    from workers.text.tokenizer import TextTokenizer
+
+NUM_MEASURED = 100
+"""Tasks whose prompts are measured."""
+
+
+def check_prompts(config: Config, key: str, tasks: Sequence[Task]) -> None:
+    """Load the tokenizer. If the workflow opens with the task's prompt, render the first tasks of `key` and one of each
+    order of roles.
+
+    Raises `ModelError` for a model without a tokenizer, `DataError` for prompts that the chat template refuses, that it
+    would render a second time, or that are all too long.
+    """
+    tokenizer = _tokenizer(config)
+    if not config.rollout.workflow.opens_with_prompt:
+        return
+    first = tasks[:NUM_MEASURED]
+    lengths = [len(_opened(tokenizer, key, task)) for task in [*first, *_of_new_roles(tasks[NUM_MEASURED:], first)]]
+    _check_rendered_once(tokenizer, key, first[0])
+    most = config.data.max_prompt_tokens
+    if min(lengths) > most:
+        raise DataError(
+            f"{key}: the first {len(first)} prompts have {min(lengths)} to {max(lengths)} tokens, and "
+            f"data.max_prompt_tokens is {most}: all would be dropped; raise it"
+        )
+
+
+def _tokenizer(config: Config) -> TextTokenizer:
+    from workers.text.tokenizer import TextTokenizer
+
+    path = config.model.path
+    try:
+        return TextTokenizer.load(path, config.rollout.chat.with_text())
+    except ModelError as error:
+        if Path(path).is_dir() or not can_be_hub_name(path):
+            raise
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise ModelError(
+            f"model.path: there is no folder {path}, and as a model of the hub it does not load: {reason}"
+        ) from error
+
+
+def _opened(tokenizer: TextTokenizer, key: str, task: Task) -> tuple[int, ...]:
+    try:
+        return tokenizer.opened(task)
+    except DataError as error:
+        raise DataError(f"{key}: task {task.id}: {error}") from error
+
+
+def _of_new_roles(tasks: Iterable[Task], known: Iterable[Task]) -> Iterator[Task]:
+    """Yield the first task of every order of roles that no task of `known` has."""
+    seen = set(map(_roles, known))
+    for task in tasks:
+        if (roles := _roles(task)) not in seen:
+            seen.add(roles)
+            yield task
+
+
+def _roles(task: Task) -> tuple[str, ...]:
+    return ("text",) if isinstance(task.prompt, str) else tuple(message["role"] for message in task.prompt)
+
+
+def _check_rendered_once(tokenizer: TextTokenizer, key: str, task: Task) -> None:
+    """Raise `DataError` for a text that has special tokens of a chat template already."""
+    if not isinstance(task.prompt, str) or not tokenizer.has_chat_template:
+        return
+    if special := tokenizer.special_in(task.prompt):
+        raise DataError(
+            f"{key}: task {task.id}: its prompt contains {special}, so it seems to be in a chat template already, and "
+            "would be rendered in the model's once more: give messages, or set rollout.chat.template to none"
+        )

@@ -1,0 +1,74 @@
+"""What a dry run says about the model's tokenizer, its chat template and the prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from examples.tiny_policy import build_tokenizer
+from rlsys.cli import app
+from rlsys.errors import DataError, ModelError, RlsysError
+from tests.models import tiny_sorter
+
+STRICT = "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' }}{{ m.content }}{% endfor %}"
+
+
+def dry_run(tmp_path: Path, *prompts: object, template: str | None = None, keys: tuple[str, ...] = ()) -> RlsysError:
+    model = tmp_path / "model"
+    tiny_sorter().save_pretrained(model)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps({'prompt': prompt, 'answer': '1'})}\n" for prompt in prompts))
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{steps: 2}}\nmodel: {{path: {model}}}\ndata: {{path: {rows}, max_prompt_tokens: 8}}\n"
+        "reward: {fn: exact}\nrollout: {max_new_tokens: 4}\n"
+    )
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml"), "--dry-run", *keys])
+    assert isinstance(done.exception, RlsysError), done.output
+    return done.exception
+
+
+def chat(*roles: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": "12"} for role in roles]  # digits: the tokenizer knows nothing else
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path):
+    error = dry_run(tmp_path, "12>", keys=("model.path=models/nope",))
+    assert isinstance(error, ModelError)
+    assert str(error).startswith(
+        "model.path: there is no folder models/nope, and as a model of the hub it does not load"
+    )
+
+
+def test_a_conversation_that_the_template_refuses_is_named_wherever_it_is(tmp_path: Path):
+    rows = [chat("user")] * 150 + [chat("user", "assistant", "tool")]
+    error = dry_run(tmp_path, *rows, template=STRICT, keys=("data.max_prompt_tokens=40",))
+    assert isinstance(error, DataError)
+    assert "the chat template of" in str(error) and "refuses a conversation of user, assistant, tool" in str(error)
+
+
+def test_messages_without_a_template_are_refused(tmp_path: Path):
+    assert "has no chat template" in str(dry_run(tmp_path, chat("user")))
+
+
+def test_prompts_that_are_all_too_long_are_refused(tmp_path: Path):
+    error = dry_run(tmp_path, "123456789>", "1234567890>")
+    assert "the first 2 prompts have 10 to 11 tokens, and data.max_prompt_tokens is 8: all would be dropped" in str(
+        error
+    )
+
+
+def test_a_text_that_is_rendered_already_is_refused(tmp_path: Path):
+    error = dry_run(tmp_path, "12<eos>", template=STRICT)
+    assert "its prompt contains <eos>, so it seems to be in a chat template already" in str(error)
+
+
+@pytest.mark.parametrize("problem", ["nope.jinja", "{{ unclosed"])
+def test_a_template_that_cannot_be_used_is_refused(tmp_path: Path, problem: str):
+    error = dry_run(tmp_path, "12>", keys=(f"rollout.chat.template='{problem}'",))
+    assert "chat template" in str(error) or "rollout.chat.template" in str(error)
