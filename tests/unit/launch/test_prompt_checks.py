@@ -13,7 +13,7 @@ from rlsys.cli import app
 from rlsys.errors import DataError, ModelError, RlsysError
 from tests.models import tiny_sorter
 
-STRICT = "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' }}{{ m.content }}{% endfor %}"
+STRICT = "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' }}{{ m.content }}{% endfor %}"
 
 
 def dry_run(tmp_path: Path, *prompts: object, template: str | None = None, keys: tuple[str, ...] = ()) -> RlsysError:
@@ -46,10 +46,10 @@ def test_a_model_that_is_nowhere_is_named(tmp_path: Path):
 
 
 def test_a_conversation_that_the_template_refuses_is_named_wherever_it_is(tmp_path: Path):
-    rows = [chat("user")] * 150 + [chat("user", "assistant", "tool")]
+    rows = [chat("user")] * 150 + [chat("system", "user")]
     error = dry_run(tmp_path, *rows, template=STRICT, keys=("data.max_prompt_tokens=40",))
     assert isinstance(error, DataError)
-    assert "the chat template of" in str(error) and "refuses a conversation of user, assistant, tool" in str(error)
+    assert "the chat template of" in str(error) and "refuses a conversation of system, user" in str(error)
 
 
 def test_messages_without_a_template_are_refused(tmp_path: Path):
