@@ -264,8 +264,8 @@ def stalls_over(rows: Sequence[dict]) -> list[float]:
 
 def fits(megabytes: int, transport: TransportName, nodes: int, ranks: int) -> bool:
     """True if this machine has the memory."""
-    copies = 4 if transport == "shared_memory" else 2 * nodes + 2
-    needed = (2 + 1 + copies + nodes) * megabytes * MEGABYTE  # parameters, a copy, versions, replicas
+    versions = 4 if transport == "shared_memory" else 2.4 * nodes  # in all, or in the object store of each node
+    needed = (2.6 * ranks + 1.6 * nodes + versions) * megabytes * MEGABYTE  # parameters and a copy, replicas, versions
     return needed <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
