@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from rlsys.config import Config
     from rlsys.errors import RlsysError, ToolError
-    from rlsys.launch import TrainResult, evaluate, export, train
+    from rlsys.launch import Run, TrainResult, evaluate, export, start, train
     from rlsys.stabilizer import GradientDecision, Stabilizer, StabilizerPlugin
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "LossInputs",
     "LossOutput",
     "RlsysError",
+    "Run",
     "Session",
     "Signal",
     "Stabilizer",
@@ -56,6 +57,7 @@ __all__ = [
     "Workflow",
     "evaluate",
     "export",
+    "start",
     "tool",
     "train",
 ]

@@ -74,6 +74,11 @@ def _validated(config: type[C], layers: Sequence[Layer], where: str) -> C:
         raise ConfigError(_report(list(problems_in(error)), config, merged, where)) from None
 
 
+def of_tree(config: type[C], tree: Tree, where: str) -> C:
+    """Validate a tree of keys. Raises `ConfigError` with every problem; `where` is the source that it names."""
+    return _validated(config, [Layer(tree)], where)
+
+
 def load_sections(config: type[C], path: Path, sections: Collection[str], overrides: Sequence[str] = ()) -> C:
     """Read these sections of a file, with the defaults for all others, so that no code which those name is imported.
 

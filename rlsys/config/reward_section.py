@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from rlsys.config.config_problems import nearest, nested, refuse, shown, union_tag
 from rlsys.config.sections import Section
+from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
 
@@ -113,8 +114,8 @@ class RewardSection(Section):
 
     @property
     def functions(self) -> tuple[RewardSpec, ...]:
-        """Every function, each with a unique name."""
-        return tuple(RewardSpec(item.fn, item.label, item.weight, item.args) for item in self._items)
+        """Every function, each with a unique name. Raises `ConfigError` for one that was given in another program."""
+        return tuple(RewardSpec(i.fn, i.label, i.weight, i.args, code_of(i.fn)) for i in self._items)
 
     @property
     def worker_cpus(self) -> float:
@@ -179,11 +180,11 @@ class RewardSection(Section):
     @model_validator(mode="after")
     def _gives_judges_their_time(self) -> Self:
         """Reject an `llm_judge` timeout above `timeout_s`, which would make slow requests fail as hangs."""
-        for spec in self.functions:
+        for spec in self._items:
             own_s = spec.args.get("timeout_s", JUDGE_TIMEOUT_S)
             if spec.fn == JUDGE and isinstance(own_s, int | float) and own_s > self.timeout_s:
                 text = f"is {self.timeout_s:g}, and {JUDGE} waits {own_s:g} s for one request: raise it, or lower "
-                raise nested([(("timeout_s",), text + f"`timeout_s` in the args of {spec.name!r}")])
+                raise nested([(("timeout_s",), text + f"`timeout_s` in the args of {spec.label!r}")])
         return self
 
 

@@ -32,6 +32,7 @@ from rlsys.replay.replay_results import ReplayedStep, RetrainedSteps
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.types import Task
+from rlsys.util.event_loops import run_to_end
 
 if TYPE_CHECKING:
     from workers.train.fsdp import FsdpBackend
@@ -78,7 +79,7 @@ def evaluate(
     sets = preflight.eval_sets(config)
     checkpoint = preflight.checkpoint_of(run.absolute(), "latest") if is_run else None
     try:
-        return asyncio.run(_evaluate(config, checkpoint, sets))
+        return run_to_end(lambda: _evaluate(config, checkpoint, sets))
     except BaseExceptionGroup as errors:
         raise first_of(errors) from None
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from rlsys.monitoring.events import (
     PhaseDone,
     RunEnded,
     RunStarted,
+    Sink,
     StepDone,
     TransportChosen,
     WorkerFailed,
@@ -49,6 +51,7 @@ from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.monitoring.trackers.tracker_thread import InThread
 from rlsys.types import POLICY, PolicyVersion
 from rlsys.util.deadlines import Progress
+from rlsys.util.event_loops import run_to_end
 from rlsys.util.native_output import native_output_in
 from rlsys.util.signals import Interruptible
 
@@ -118,12 +121,32 @@ class Summary:
     def close(self) -> None: ...
 
 
-def train(config: Config, *, progress: bool = True) -> TrainResult:
-    """Run one training job, of one policy or several, to its end and return what it came to.
+class Stopping:
+    """Request of another thread to stop a run in order."""
 
-    `progress` shows it on stderr. Ctrl-C once finishes the step, saves, and raises `Interrupted`; twice exits at once.
-    Raises the `RlsysError` that ended the run, after writing it to the run directory.
-    """
+    def __init__(self) -> None:
+        self._lock, self._is_requested = threading.Lock(), False
+        self._interruptible: Interruptible | None = None
+
+    def request(self) -> None:
+        """Stop the run as the first Ctrl-C does, now or as soon as it can be. Thread-safe."""
+        with self._lock:
+            self._is_requested = True
+            if self._interruptible is not None:
+                self._interruptible.interrupt()
+
+    def pass_to(self, interruptible: Interruptible | None) -> None:
+        """Pass requests to a running job; None: it has ended."""
+        with self._lock:
+            self._interruptible = interruptible
+            if self._is_requested and interruptible is not None:
+                interruptible.interrupt()
+
+
+def train_job(
+    config: Config, *, progress: bool = True, sinks: Sequence[Sink] = (), stopping: Stopping | None = None
+) -> TrainResult:
+    """Run one training job; see `rlsys.train`. `sinks` get the events of the run, `stopping` may end it earlier."""
     began = time.monotonic()
     preflight.prepare_imports()
     config = preflight.rooted(config)
@@ -143,8 +166,10 @@ def train(config: Config, *, progress: bool = True) -> TrainResult:
             preflight.write_run_dir(own, starts[name].checkpoint)
         with native_output_in(config.run_dir / "logs" / "driver.log"), dashboard_beside(config):
             job = TrainingJob.of(config, owns, starts, began, progress=progress)
+            for sink in sinks:
+                job.events.attach(sink)
             with job.end_emitted():
-                asyncio.run(job.train_in_cluster())
+                run_to_end(lambda: job.train_in_cluster(stopping or Stopping()))
     return job.result
 
 
@@ -252,13 +277,14 @@ class TrainingJob:
     def _emit_failure(self, error: BaseException) -> None:
         self._emit_end("failed", f"{type(error).__name__}: {full_text(error)}")
 
-    async def train_in_cluster(self) -> None:
+    async def train_in_cluster(self, stopping: Stopping) -> None:
         """Look everything up, join or start a cluster, train there."""
         from workers.ray import cluster as ray_cluster
 
         this = asyncio.current_task()
         assert this is not None
         with Interruptible(this.cancel) as interruptible:
+            stopping.pass_to(interruptible)
             try:
                 with phase(self.events, "load_data"):
                     data = preflight.look_up(self.config)
@@ -281,6 +307,8 @@ class TrainingJob:
                 if interruptible.signal is None:
                     raise
                 raise Interrupted("interrupted before the first step", interruptible.signal) from None
+            finally:
+                stopping.pass_to(None)
 
     def _emit_loss(self, lost: ClusterLost) -> None:
         self.events.emit(WorkerFailed("the cluster", "running the workers", str(lost)))

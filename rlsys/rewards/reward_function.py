@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Self, SupportsFloat
 
+import cloudpickle
+
 from rlsys.errors import CannotScore, ConfigError
 from rlsys.rewards.reward_registry import described, find
 from rlsys.types import Episode, Json, Score, Task
@@ -57,6 +59,8 @@ class RewardSpec:
     weight: float = 1.0
     args: Mapping[str, Json] = field(default_factory=dict)
     """Extra arguments, by name."""
+    code: bytes | None = None
+    """The function by value, see `rlsys.rewards.given_functions`; None: `fn` says where it is."""
 
 
 class RewardSum:
@@ -64,7 +68,7 @@ class RewardSum:
 
     def __init__(self, specs: Sequence[RewardSpec]) -> None:
         """Load every function. Raises `ConfigError`, see `RewardFunction.load`."""
-        self._functions = [(spec, RewardFunction.load(spec.fn, spec.args)) for spec in specs]
+        self._functions = [(spec, RewardFunction.load(spec.fn, spec.args, spec.code)) for spec in specs]
         self._runner = asyncio.Runner()
         """One event loop for all groups, so that functions can keep connections open; started on first use."""
 
@@ -148,13 +152,13 @@ class RewardFunction:
     """True if the function has `**columns` and gets all arguments."""
 
     @classmethod
-    def load(cls, spec: str, args: Mapping[str, Json] | None = None) -> RewardFunction:
-        """Find `exact`, `module:name` or `path/file.py:name`.
+    def load(cls, spec: str, args: Mapping[str, Json] | None = None, code: bytes | None = None) -> RewardFunction:
+        """Find `exact`, `module:name` or `path/file.py:name`; `code` is the function by value.
 
         Raises `ConfigError` if the function does not exist, cannot be called by name, or does not accept `args`.
         """
         args = args or {}
-        function = find(spec)
+        function = find(spec) if code is None else cloudpickle.loads(code)
         if inspect.isclass(function):
             function, args = _made(spec, function, args), {}
         parameters = _parameters(spec, function)

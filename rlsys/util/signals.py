@@ -43,6 +43,12 @@ class Interruptible:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def interrupt(self) -> None:
+        """Stop as on the first SIGINT. Thread-safe."""
+        if self.signal is None:
+            self.signal = signal.SIGINT
+            self._loop.call_soon_threadsafe(self.stop)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             os._exit(128 + number)

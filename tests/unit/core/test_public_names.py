@@ -10,9 +10,9 @@ import rlsys.testing
 
 NAMES = [
     "Agent", "Aggregation", "Algorithm", "Config", "Environment", "GradientDecision", "LossInputs",
-    "LossOutput", "RlsysError", "Session", "Signal", "Stabilizer", "StabilizerPlugin", "Step",
+    "LossOutput", "RlsysError", "Run", "Session", "Signal", "Stabilizer", "StabilizerPlugin", "Step",
     "StepAdvantages", "TokenAdvantages", "Tool", "ToolError", "Toolbox", "TrainResult", "TrajectoryAdvantage",
-    "Workflow", "evaluate", "export", "tool", "train",
+    "Workflow", "evaluate", "export", "start", "tool", "train",
 ]  # fmt: skip
 FAKES = [
     "FakeActor", "FakeCritic", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts",
