@@ -73,6 +73,8 @@ class Task:
     """Schemas of tools that `single_turn` offers: the reply's calls are for the reward to judge, nothing runs them."""
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     """Variables of the chat template in all conversations about this task."""
+    source: str = ""
+    """Name of the source of data, if there are several; of an evaluation's task, the name of its data set."""
     info: Mapping[str, Json] = field(default_factory=dict)
     """Every other column of the row; reward functions pick from it by name."""
 

@@ -353,7 +353,7 @@ def start_rewards(config: Config) -> RewardPool:
     """Start the reward workers."""
     reward, model, limits = config.reward, config.reward.model, config.limits
     resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
-    arguments = reward.functions, reward.processes, reward.timeout_s, reward.memory_mb, model, resources
+    arguments = config.reward_functions, reward.processes, reward.timeout_s, reward.memory_mb, model, resources
 
     def one(name: str) -> Remote[RewardWorker]:
         return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.lease_s)

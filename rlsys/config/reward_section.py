@@ -89,6 +89,13 @@ Functions = Annotated[
 ]
 
 
+def specs_of(functions: Functions, *, source: str | None = None) -> tuple[RewardSpec, ...]:
+    """Reward functions, of the tasks of one source or of all others. Raises `ConfigError` for one that was given in
+    another program."""
+    items = (RewardItem(fn=functions),) if isinstance(functions, str) else functions
+    return tuple(RewardSpec(i.fn, i.label, i.weight, i.args, code_of(i.fn), source) for i in items)
+
+
 class RewardSection(Section):
     """Workers that score episodes."""
 
@@ -115,7 +122,7 @@ class RewardSection(Section):
     @property
     def functions(self) -> tuple[RewardSpec, ...]:
         """Every function, each with a unique name. Raises `ConfigError` for one that was given in another program."""
-        return tuple(RewardSpec(i.fn, i.label, i.weight, i.args, code_of(i.fn)) for i in self._items)
+        return specs_of(self._items)
 
     @property
     def worker_cpus(self) -> float:
@@ -129,11 +136,7 @@ class RewardSection(Section):
 
     def rooted(self) -> Self:
         """Copy with absolute paths, because workers run in another folder."""
-        fn, model = self.fn, self.model
-        if isinstance(fn, str):
-            fn = _absolute(fn)
-        elif fn is not None:
-            fn = tuple(item.model_copy(update={"fn": _absolute(item.fn)}) for item in fn)
+        fn, model = rooted_functions(self.fn), self.model
         if model is not None and Path(model.path).is_dir():
             model = model.model_copy(update={"path": str(Path(model.path).absolute())})
         return self.model_copy(update={"fn": fn, "model": model})
@@ -186,6 +189,13 @@ class RewardSection(Section):
                 text = f"is {self.timeout_s:g}, and {JUDGE} waits {own_s:g} s for one request: raise it, or lower "
                 raise nested([(("timeout_s",), text + f"`timeout_s` in the args of {spec.label!r}")])
         return self
+
+
+def rooted_functions(fn: Functions | None) -> Functions | None:
+    """Copy with absolute paths of files."""
+    if fn is None or isinstance(fn, str):
+        return fn and _absolute(fn)
+    return tuple(item.model_copy(update={"fn": _absolute(item.fn)}) for item in fn)
 
 
 def _absolute(spec: str) -> str:

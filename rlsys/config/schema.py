@@ -20,12 +20,13 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import REFERENCE_SIGNALS, Algorithm, Signal, version_after
 from rlsys.config.chat_section import ChatSection
-from rlsys.config.config_problems import nearest, nested, refuse, shown
+from rlsys.config.config_problems import Problem, nearest, nested, refuse, shown
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.plugins import (
@@ -38,9 +39,18 @@ from rlsys.config.plugins import (
     WorkflowSection,
 )
 from rlsys.config.policy_sections import PolicyName, PolicySection, problems_of, unbound
-from rlsys.config.reward_section import RewardSection
-from rlsys.config.sections import CurationSection, DashboardSection, EvalSection, Fraction, Section, Thresholds
+from rlsys.config.reward_section import Functions, RewardSection, specs_of
+from rlsys.config.sections import (
+    CurationSection,
+    DashboardSection,
+    EvalSection,
+    Fraction,
+    Section,
+    Thresholds,
+    dataset_name,
+)
 from rlsys.data.row_adapters import Columns
+from rlsys.rewards.reward_function import RewardSpec
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.types import Distribution, Sampling
 
@@ -84,12 +94,35 @@ class ModelSection(Section):
     """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy."""
 
 
-class DataSection(Section):
-    """The training tasks."""
+class SourceSection(Section):
+    """One of several sources of training tasks."""
 
     path: str = Field(min_length=1)
-    """JSONL or parquet file, folder or hub data set, of plain, TRL prompt-only, verl or SkyRL rows. `#split` at the end
-    selects one of several splits, and `org/name:config` a configuration of a hub data set."""
+    """As `data.path`."""
+    name: str = Field("", pattern=r"^[\w.-]*$")
+    """Name in metrics, messages and checkpoints; empty: that of the file."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the tasks that are drawn, over the sum of all weights; 0: none."""
+    columns: Columns | None = None
+    """Column names of this source; None: `data.columns`."""
+    reward: Functions | None = None
+    """Reward of the tasks of this source, in the form of `reward.fn`; None: `reward.fn`."""
+
+    @model_validator(mode="after")
+    def _is_named(self) -> Self:
+        return self if self.name else self.model_copy(update={"name": dataset_name(self.path)})
+
+
+class DataSection(Section):
+    """The training tasks. A list is short for `sources`."""
+
+    path: str = ""
+    """JSONL, JSON, CSV or parquet file, folder or hub data set, of plain, TRL prompt-only, verl or SkyRL rows. `#split`
+    at the end selects one of several splits, and `org/name:config` a configuration of a hub data set."""
+    sources: list[SourceSection] = Field(default=[])
+    """Several sources instead of `path`: `[{path: a.jsonl, weight: 0.8}, {path: b.jsonl, weight: 0.2, reward: math}]`.
+    Any number of tasks has those shares, and each source its own order and place, which a resume keeps. A source that
+    is added begins at its beginning."""
     columns: Columns = Columns()
     """Column names that differ from those of the supported forms, in evaluation data too."""
     max_prompt_tokens: PositiveInt = 1024
@@ -97,6 +130,25 @@ class DataSection(Section):
     `rollout.max_context_tokens`."""
     shuffle: bool = True
     """Draw a new order every epoch (from `run.seed`), or keep the order of the file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_list(cls, given: object) -> object:
+        return {"sources": given} if isinstance(given, list) else given
+
+    @model_validator(mode="after")
+    def _has_tasks(self) -> Self:
+        names = [source.name for source in self.sources]
+        problems: list[Problem] = []
+        if bool(self.path) == bool(self.sources):
+            problems.append((("path",), "give either one file or data set here, or several in data.sources"))
+        if self.sources and not any(source.weight for source in self.sources):
+            problems.append((("sources",), "all weights are 0, so there is no task to train on"))
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                problems.append((("sources", index, "name"), f"{name!r} is the name of another source too"))
+        refuse(problems)
+        return self
 
 
 class RolloutSection(Section):
@@ -435,6 +487,12 @@ class Config(Section):
         from rlsys.config.loader import dump
 
         return dump(self.model_dump(mode="json"))
+
+    @property
+    def reward_functions(self) -> tuple[RewardSpec, ...]:
+        """Every reward function: those of `reward.fn`, and those of single sources of data."""
+        own = (spec for s in self.data.sources if s.reward is not None for spec in specs_of(s.reward, source=s.name))
+        return (*self.reward.functions, *own)
 
     @property
     def max_context_tokens(self) -> int:

@@ -110,7 +110,7 @@ def fewer(group_size: int) -> int:
 
 def dataset_name(path: str) -> str:
     """Default name of a data set: `held_out` for `data/held_out.jsonl`, `sums-hard` for `org/sums#hard`."""
-    return re.sub(r"[:#]", "-", re.sub(r"\.(jsonl?|parquet)$", "", path.rstrip("/").rpartition("/")[2]))
+    return re.sub(r"[:#]", "-", re.sub(r"\.(jsonl?|csv|parquet)$", "", path.rstrip("/").rpartition("/")[2]))
 
 
 def datasets_of(options: Sequence[str]) -> dict[str, str]:

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _LINES = (".jsonl", ".json")
-_FILES = (*_LINES, ".parquet")
+_SETS = {".parquet": "parquet", ".csv": "csv"}
+"""Files that `datasets` reads, with the name of its reader."""
+_FILES = (*_LINES, *_SETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class TaskFile:
 
 
 def load_tasks(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> Sequence[Task]:
-    """Load every task of a JSONL file, or of data that `datasets` reads: a parquet file, a folder, a hub data set.
+    """Load every task of a JSONL file, or of data that `datasets` reads: a parquet or CSV file, a folder, a hub data
+    set. A `.json` file may be one array.
 
     `folder#test` and `org/name:config#test` name a split; a single split needs no name. `columns` names parts that are
     not found automatically, e.g. `Columns(prompt="problem")`. Raises `DataError` if nothing can be read, or with a list
@@ -141,7 +144,7 @@ def _opened(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
         _has_no_splits(place)
         return _lines(Path(place.path)), None
     if Path(place.path).is_file() and not place.path.endswith(_FILES):
-        raise DataError(f"cannot read {place.path}: it is neither .jsonl, .json nor .parquet; convert or rename it")
+        raise DataError(f"cannot read {place.path}: it is none of {', '.join(_FILES)}; convert or rename it")
     rows, split = _set(place)
     plain = ((f"{text}: row {number}", _plain(row)) for number, row in enumerate(rows.with_format(None), 1))
     return plain, split
@@ -156,15 +159,27 @@ def _has_no_splits(place: Place) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield each row of a JSONL file; skips a byte order mark at its start."""
+    """Yield each row of a JSONL file, or of a file that is one JSON array; skips a byte order mark at its start."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if number == 1 and path.suffix == ".json" and text.lstrip().startswith(b"["):
+                    yield from _array(path, text + lines.read())
+                    return
                 if text.strip():
                     yield f"{path}:{number}", _parsed(text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _array(path: Path, text: bytes) -> Iterator[tuple[str, object]]:
+    try:
+        rows = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", with_info_parsed(row) if isinstance(row, dict) else row
 
 
 def _parsed(line: bytes) -> object:
@@ -187,7 +202,8 @@ def _set(place: Place) -> tuple[Dataset, str | None]:
     try:
         if place.path.endswith(_FILES):
             _has_no_splits(place)
-            return datasets.load_dataset("parquet", data_files=place.path, split="train"), None
+            reader = _SETS[Path(place.path).suffix]
+            return datasets.load_dataset(reader, data_files=place.path, split="train"), None
         if (folder / "dataset_dict.json").is_file():
             split = _split_of(place, _splits_in(folder / "dataset_dict.json"))
             return datasets.Dataset.load_from_disk(str(folder / split)), split
@@ -197,7 +213,7 @@ def _set(place: Place) -> tuple[Dataset, str | None]:
         split = _split_of(place, datasets.get_dataset_split_names(place.path, place.config))
         return datasets.load_dataset(place.path, place.config, split=split), split
     except (OSError, ValueError, DatasetsError) as error:
-        remedy = "give a .jsonl or .parquet file, a folder, or a hub data set such as org/name:config#split"
+        remedy = "give a .jsonl, .csv or .parquet file, a folder, or a hub data set such as org/name:config#split"
         raise DataError(f"cannot read '{place}': {remedy}: {error}") from error
 
 

@@ -6,9 +6,10 @@ stored: the task at any position is computed in constant time, so a stream can s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import orjson
 from xxhash import xxh3_64_intdigest, xxh3_128
@@ -26,6 +27,49 @@ class Cursor:
 
     epoch: int = 0
     position: int = 0
+    source: str = ""
+    """Name of the source, if there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """One of several sources in a checkpoint."""
+
+    fingerprint: str
+    cursor: Cursor
+    num_drawn: int
+    """Tasks drawn since sources or weights last changed."""
+    weight: float
+    """Share of the tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TasksState:
+    """Position in the tasks: `fingerprint` and `cursor` of a single source, or the state of each source."""
+
+    fingerprint: str = ""
+    cursor: Cursor = Cursor()
+    sources: Mapping[str, SourceState] = field(default_factory=dict)
+
+
+class Tasks(Protocol):
+    """Endless stream of tasks; see `TaskSource`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+
+    @property
+    def cursor(self) -> Cursor: ...
+
+    def next(self) -> Task: ...
+
+    def at(self, cursor: Cursor) -> Task: ...
+
+    def state(self) -> TasksState: ...
+
+    def restore(self, state: TasksState) -> list[str]: ...
 
 
 class TaskSource:
@@ -71,6 +115,21 @@ class TaskSource:
         """Move to `cursor`. Raises `DataError` if it is outside the data."""
         self._check_inside(cursor)
         self._cursor = cursor
+
+    def state(self) -> TasksState:
+        """Return the state for a checkpoint."""
+        return TasksState(self.fingerprint, self.cursor)
+
+    def restore(self, state: TasksState) -> list[str]:
+        """Move to a state. Returns what has changed since, which is nothing. Raises `DataError` for other tasks."""
+        if state.sources:
+            raise DataError(
+                f"the checkpoint is of a run with the sources {', '.join(state.sources)}, and now there is one: give "
+                "all of them, or start a new run from the checkpoint's weights"
+            )
+        self.check(state.fingerprint)
+        self.seek(state.cursor)
+        return []
 
     @cached_property
     def fingerprint(self) -> str:

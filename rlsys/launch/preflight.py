@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from pathlib import Path
@@ -16,8 +16,11 @@ from rlsys.algorithm import Signal
 from rlsys.config import Config
 from rlsys.config.loader import texts_in
 from rlsys.config.policy_sections import PolicySection
+from rlsys.config.reward_section import rooted_functions
+from rlsys.data.row_adapters import Columns
 from rlsys.data.task_file import Place, load_tasks
-from rlsys.data.task_source import TaskSource
+from rlsys.data.task_mixture import TaskMixture
+from rlsys.data.task_source import Tasks, TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
@@ -40,7 +43,7 @@ _STEP = re.compile(rb'"step":(\d+)')
 class Data:
     """The tasks of a run."""
 
-    train: TaskSource
+    train: Tasks
     eval: Mapping[str, Sequence[Task]]
     """Tasks by data set; empty if training has no evaluation."""
 
@@ -118,22 +121,43 @@ def look_up(config: Config) -> Data:
     for own in [config.of(name) for name in config.policies] or [config]:
         check_model(own)
         check_rows(own)
-    data = Data(task_source(config), eval_sets(config) if config.eval.every else {})
+    parts = training_tasks(config)
+    data = Data(_stream_of(config, parts), eval_sets(config) if config.eval.every else {})
     if config.ray.address is None:
         for own in [config.of(name) for name in config.policies] or [config]:
-            check_prompts(own, "data.path", data.train.tasks)
+            for source, tasks in parts.items():
+                check_prompts(own, key_of(source), tasks)
         for name, tasks in data.eval.items():
             check_prompts(config, f"eval.data.{name}", tasks)
     return data
 
 
-def task_source(config: Config) -> TaskSource:
-    """Tasks of the run. Reward functions and the workflow are checked before anything expensive starts."""
-    tasks = _tasks("data.path", config.data.path, config)
-    _check_rewards("data.path", tasks, config)
+def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
+    """Tasks of each source of data by its name, which is empty if there is one. Reward functions and the workflow are
+    checked before anything expensive starts."""
+    data, parts = config.data, dict[str, Sequence[Task]]()
+    for source in data.sources:
+        name = source.name
+        tasks = _tasks(key_of(name), source.path, source.columns or data.columns)
+        parts[name] = [replace(task, id=f"{name}/{task.id}", source=name) for task in tasks]
+    parts = parts or {"": _tasks(key_of(""), data.path, data.columns)}
     group_size, distribution = config.algorithm.group_size, config.rollout.distribution
-    config.rollout.workflow.check(tasks, group_size=group_size, distribution=distribution)
-    return TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
+    for source, tasks in parts.items():
+        _check_rewards(key_of(source), tasks, config, source)
+        config.rollout.workflow.check(tasks, group_size=group_size, distribution=distribution)
+    return parts
+
+
+def key_of(source: str) -> str:
+    """Name of a source of data in messages."""
+    return f"data.sources: {source}" if source else "data.path"
+
+
+def _stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
+    streams = {name: TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle) for name, tasks in parts.items()}
+    if not config.data.sources:
+        return streams[""]
+    return TaskMixture(streams, {source.name: source.weight for source in config.data.sources})
 
 
 def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
@@ -142,29 +166,30 @@ def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
     problems: list[str] = []
     for name, path in config.eval.data.items():
         try:
-            sets[name] = _tasks(f"eval.data.{name}", path, config)[: config.eval.limit]
+            tasks = _tasks(f"eval.data.{name}", path, config.data.columns)[: config.eval.limit]
+            sets[name] = [replace(task, source=name) for task in tasks]
         except DataError as error:
             problems.append(str(error))
     if problems:
         raise DataError("\n".join(problems))
     for name, tasks in sets.items():
-        _check_rewards(f"eval.data.{name}", tasks, config)
+        _check_rewards(f"eval.data.{name}", tasks, config, name)
     return sets
 
 
-def _tasks(key: str, path: str, config: Config) -> Sequence[Task]:
+def _tasks(key: str, path: str, columns: Columns) -> Sequence[Task]:
     """Load the tasks at `path`, the value of `key`. A `DataError` begins with `key`."""
     try:
-        return load_tasks(path, config.data.columns)
+        return load_tasks(path, columns)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 
 
-def _check_rewards(key: str, tasks: Sequence[Task], config: Config) -> None:
-    """Raise `ConfigError` if a reward function needs a column that some of the tasks lack."""
-    rewards = RewardSum(config.reward.functions)
+def _check_rewards(key: str, tasks: Sequence[Task], config: Config, source: str) -> None:
+    """Raise `ConfigError` if a reward function of the source needs a column that some of the tasks lack."""
+    rewards = RewardSum(config.reward_functions)
     try:
-        rewards.check(reduce(and_, (task.info.keys() for task in tasks)))
+        rewards.check(reduce(and_, (task.info.keys() for task in tasks)), source)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -317,7 +342,15 @@ def rooted(config: Config) -> Config:
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
         "reward": config.reward.rooted(),
-        "data": config.data.model_copy(update={"path": _rooted(config.data.path)}),
+        "data": config.data.model_copy(
+            update={
+                "path": config.data.path and _rooted(config.data.path),
+                "sources": [
+                    source.model_copy(update={"path": _rooted(source.path), "reward": rooted_functions(source.reward)})
+                    for source in config.data.sources
+                ],
+            }
+        ),
         "eval": config.eval.model_copy(update={"data": {n: _rooted(path) for n, path in config.eval.data.items()}}),
     }
     for name, section in (("model", config.model), ("critic", config.critic)):

@@ -18,9 +18,8 @@ from rlsys.agents.workflow import Session, play
 from rlsys.batch.samples import Sample, samples_of
 from rlsys.config import Config
 from rlsys.data.row_adapters import RowProblem, sniff, task_of
-from rlsys.data.task_file import load_tasks
 from rlsys.errors import ConfigError, DataError
-from rlsys.launch.preflight import check_model, prepare_imports
+from rlsys.launch.preflight import check_model, prepare_imports, training_tasks
 from rlsys.rewards.reward_function import RewardInput, RewardSum
 from rlsys.types import POLICY, Episode, Json, Score, Task
 from rlsys.util.importing import imported
@@ -122,8 +121,8 @@ def try_workflow(
     """
     prepare_imports()
     row = _task_of(config, task)
-    rewards = RewardSum(config.reward.functions) if with_reward else None
-    if with_reward and not config.reward.functions:
+    rewards = RewardSum(config.reward_functions) if with_reward else None
+    if with_reward and not config.reward_functions:
         raise ConfigError("reward.fn: there is no reward function to judge by")
     seed = group_seed(config.run.seed if seed is None else seed, 0)
     workflow = config.rollout.workflow
@@ -192,14 +191,12 @@ def _task_of(config: Config, text: str) -> Task:
             return task_of(row, sniff([row], config.data.columns))
         except (ValueError, RowProblem) as problem:
             raise DataError(f"--task: not a row of data: {problem}") from None
-    if config.data.path == _NONE:
+    if config.data.path == _NONE and not config.data.sources:
         raise DataError(f'--task {text}: there is no data to find it in; give a row, as in \'{{"prompt": "2+3?"}}\'')
-    tasks = load_tasks(config.data.path, config.data.columns)
+    tasks = [task for own in training_tasks(config).values() for task in own]
     named = next((task for task in tasks if task.id == text), None)
     if named is None and text.isdecimal() and int(text) < len(tasks):
         return tasks[int(text)]
     if named is None:
-        raise DataError(
-            f"--task {text}: {config.data.path} has {len(tasks)} tasks, 0 to {len(tasks) - 1}, and no such id"
-        )
+        raise DataError(f"--task {text}: the data has {len(tasks)} tasks, 0 to {len(tasks) - 1}, and no such id")
     return named

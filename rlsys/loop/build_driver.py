@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from rlsys.algorithm import version_after
 from rlsys.config import Config
 from rlsys.contracts import Rewards, Rollouts, Workers
-from rlsys.data.task_source import TaskSource
+from rlsys.data.task_source import Tasks
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
@@ -30,7 +30,7 @@ from rlsys.weight_sync.sync import WeightSync
 def build_driver(
     config: Config,
     workers: Workers,
-    tasks: TaskSource,
+    tasks: Tasks,
     events: Events,
     *,
     eval_sets: Mapping[str, Sequence[Task]] | None = None,
@@ -85,7 +85,7 @@ def shape_of(config: Config) -> BatchShape:
     return BatchShape(train.mesh.num_batches, train.micro_batch_tokens, train.updates_per_step, budget)
 
 
-def _queue_of(config: Config, workers: Workers, tasks: TaskSource, events: Events, progress: Progress) -> GroupQueue:
+def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, progress: Progress) -> GroupQueue:
     algorithm, stabilizer, steps = config.algorithm, config.stabilizer, config.run.steps
     num_synchronous = stabilizer.synchronous_steps if stabilizer else 0
     return GroupQueue(

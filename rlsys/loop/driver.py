@@ -56,6 +56,7 @@ from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.events import (
     CheckpointPassedOver,
     CheckpointSaved,
+    DataChanged,
     EpisodeGrafted,
     Events,
     FileSkipped,
@@ -253,7 +254,8 @@ class Driver:
         places = {entry.group_id: place for place, entry in enumerate(state.ledger.pending[:room])}
         finished = [group for group in groups if group.group_id in places]
         finished = [g for g in finished if g.oldest_version >= queue.oldest_at(places[g.group_id], version)]
-        queue.restore(state.ledger, version, num_groups, finished)
+        for note in queue.restore(state.ledger, version, num_groups, finished):
+            self.events.emit(DataChanged(note))
         self._learner.past = state.past
         if self.evaluation:
             self.evaluation.last = self.end

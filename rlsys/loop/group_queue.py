@@ -272,15 +272,17 @@ class GroupQueue:
         self._admit(len(groups) + num_more)
         return [group.assignment.task for group in groups]
 
-    def restore(self, state: LedgerState, version: PolicyVersion, num_groups: int, finished: Iterable[Group]) -> None:
+    def restore(
+        self, state: LedgerState, version: PolicyVersion, num_groups: int, finished: Iterable[Group]
+    ) -> list[str]:
         """Restart at `version` with `num_groups` left to consume, including the `finished` groups of an earlier
         session.
 
-        Its other groups keep their place in the order: no younger group is taken before they are reissued. Raises
-        `DataError` if the tasks are not those of that session.
+        Its other groups keep their place in the order: no younger group is taken before they are reissued. Returns
+        what has changed in the tasks. Raises `DataError` if they are not those of that session.
         """
         episodes = {group.group_id: group for group in finished}
-        self.ledger.restore(state, episodes)
+        notes = self.ledger.restore(state, episodes)
         self._start_over(version, num_groups, len(episodes))
         for entry in state.pending:
             group = self._open(InFlightGroup(self.ledger.assignment(entry, version), attempt=0))
@@ -291,6 +293,7 @@ class GroupQueue:
             self._fill(group, episodes[entry.group_id])
             self._enter(group, State.SCORED)
             self.offer(group)
+        return notes
 
     def _start_over(self, version: PolicyVersion, num_groups: int, num_finished: int = 0) -> None:
         self.version, self.num_groups = version, num_groups

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from rlsys.config.sections import CurationSection, fewer
 from rlsys.contracts import Graft
-from rlsys.data.task_source import Cursor, TaskSource
+from rlsys.data.task_source import Cursor, SourceState, Tasks, TasksState
 from rlsys.errors import RunAborted
 from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.util.seeds import group_seed
@@ -248,13 +248,15 @@ class LedgerState:
     """Issued groups that are neither consumed nor dropped, oldest first."""
     curation: CurriculumState = field(default_factory=CurriculumState)
     """Empty in checkpoints older than this key."""
+    sources: dict[str, SourceState] = field(default_factory=dict)
+    """By name, if there are several; `fingerprint` and `cursor` are then empty."""
 
 
 @dataclass
 class Ledger:
     """Draws the tasks of groups, and counts each of them once."""
 
-    source: TaskSource
+    source: Tasks
     group_size: int
     seed: int
     curation: Curriculum = field(default_factory=Curriculum)
@@ -324,24 +326,25 @@ class Ledger:
 
     def state(self) -> LedgerState:
         """Return the state for a checkpoint."""
-        pending = sorted([*self.open.items(), *self._again])
+        pending, tasks = sorted([*self.open.items(), *self._again]), self.source.state()
         return LedgerState(
-            self.source.fingerprint,
-            self.source.cursor,
+            tasks.fingerprint,
+            tasks.cursor,
             self.next_group_id,
             self.num_consumed,
             [issued for _, issued in pending],
             self.curation.state(),
+            dict(tasks.sources),
         )
 
-    def restore(self, state: LedgerState, finished: Collection[int]) -> None:
+    def restore(self, state: LedgerState, finished: Collection[int]) -> list[str]:
         """Restore `state`: the groups `finished` are in the queue again, all other open ones will be reissued.
 
-        Raises `DataError` if the tasks differ from those of the state.
+        Returns what has changed in the tasks since. Raises `DataError` if they are others.
         """
-        self.source.check(state.fingerprint)
-        self.source.seek(state.cursor)
+        notes = self.source.restore(TasksState(state.fingerprint, state.cursor, state.sources))
         self.next_group_id, self.num_consumed = state.next_group_id, state.num_consumed
         self.open = {e.group_id: e for e in state.pending if e.group_id in finished}
         self.curation.restore(state.curation, finished)
         self._again = [(e.group_id, e) for e in state.pending if e.group_id not in finished]  # sorted, so a heap
+        return notes

@@ -21,6 +21,7 @@ from rlsys.monitoring import alert_signals as gauges
 from rlsys.monitoring.alert_signals import AlertSignal, SignalReading
 from rlsys.monitoring.events import (
     AlertRaised,
+    DataChanged,
     EngineChosen,
     Event,
     Events,
@@ -244,7 +245,7 @@ class Alarms:
             case RolledBack(total_steps=total):
                 self._total_steps = total
                 return []
-            case PhaseDone() | EngineChosen() | TransportChosen():
+            case PhaseDone() | EngineChosen() | TransportChosen() | DataChanged():
                 return []  # start-up, maybe of a run that resumes days after it was killed
             case _:
                 late = self.silent(time_s)

@@ -72,6 +72,12 @@ class TransportChosen(Event):
     reason: str
 
 
+class DataChanged(Event):
+    """Change of the sources of data since the checkpoint that a run resumes from."""
+
+    detail: str
+
+
 class StepDone(Event):
     """An optimizer step is done and its weights are published."""
 

@@ -34,7 +34,7 @@ from rlsys.errors import CannotScore, ConfigError
 from rlsys.rewards.reward_registry import described, find
 from rlsys.types import Episode, Json, Score, Task
 
-ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id")
+ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id", "source")
 """Names that every function of one completion can request, for any columns. `ground_truth` is the answer if the row has
 no such column, and `completion_ids` are the tokens that the policy sampled."""
 VERL = ("solution_str", "data_source", "extra_info")
@@ -61,6 +61,8 @@ class RewardSpec:
     """Extra arguments, by name."""
     code: bytes | None = None
     """The function by value, see `rlsys.rewards.given_functions`; None: `fn` says where it is."""
+    source: str | None = None
+    """Source of data whose tasks it scores; None: it scores those of sources without functions of their own."""
 
 
 class RewardSum:
@@ -69,13 +71,14 @@ class RewardSum:
     def __init__(self, specs: Sequence[RewardSpec]) -> None:
         """Load every function. Raises `ConfigError`, see `RewardFunction.load`."""
         self._functions = [(spec, RewardFunction.load(spec.fn, spec.args, spec.code)) for spec in specs]
+        self._own = {spec.source for spec in specs if spec.source is not None}
         self._runner = asyncio.Runner()
         """One event loop for all groups, so that functions can keep connections open; started on first use."""
 
-    def check(self, columns: Iterable[str]) -> None:
-        """Raise `ConfigError` if a function requires an argument that some rows lack."""
+    def check(self, columns: Iterable[str], source: str = "") -> None:
+        """Raise `ConfigError` if a function of this source requires an argument that some of its rows lack."""
         names = list(columns)
-        for _, function in self._functions:
+        for _, function in self._functions_of(source):
             function.check(names)
 
     @property
@@ -85,15 +88,20 @@ class RewardSum:
 
     def score(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Score completions of one task, in order. An exception of a function becomes a score without a value."""
+        functions = self._functions_of(task.source)
         if not completions:
             return []
-        begun = [function.begin(task, completions) for _, function in self._functions]
+        begun = [function.begin(task, completions) for _, function in functions]
         results = iter(results_of([result for own in begun for result in own], self._runner))
         contributions: list[list[Score]] = []
-        for (spec, function), own in zip(self._functions, begun, strict=True):
+        for (spec, function), own in zip(functions, begun, strict=True):
             scores = function.scores(list(islice(results, len(own))), len(completions))
             contributions.append([weighted(score, spec.name, spec.weight) for score in scores])
         return [total(scores) for scores in zip(*contributions, strict=True)]
+
+    def _functions_of(self, source: str) -> list[tuple[RewardSpec, RewardFunction]]:
+        wanted = source if source in self._own else None
+        return [(spec, function) for spec, function in self._functions if spec.source == wanted]
 
     def close(self) -> None:
         """Close the event loop."""
@@ -279,7 +287,13 @@ def _check_known(spec: str, args: Mapping[str, Json], names: Sequence[str]) -> N
 
 def _of_task(task: Task) -> dict[str, object]:
     ground_truth = task.info.get("ground_truth", task.answer)
-    return {"answer": task.answer, "ground_truth": ground_truth, "info": task.info, "task_id": task.id}
+    known: dict[str, object] = {
+        "answer": task.answer,
+        "ground_truth": ground_truth,
+        "info": task.info,
+        "task_id": task.id,
+    }
+    return known if "source" in task.info else {**known, "source": task.source}
 
 
 def _of_group(task: Task, completions: Sequence[RewardInput]) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from rlsys.agents.workflow import SingleTurn, play_or_fail
 from rlsys.config import Config
 from rlsys.contracts import Workers
-from rlsys.data.task_source import TaskSource
+from rlsys.data.task_source import Tasks, TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
@@ -62,6 +62,9 @@ class EventRecorder:
         return [event for event in self.events if isinstance(event, kind)]
 
 
+SEVEN = tasks(7)
+
+
 class FakeRun:
     """One run of the real driver on the workers of a `FakeWorld`, in `folder`.
 
@@ -77,7 +80,7 @@ class FakeRun:
         folder: Path,
         world: FakeWorld | None = None,
         *,
-        tasks: Sequence[Task] = tasks(7),
+        tasks: Sequence[Task] | Tasks = SEVEN,
         reply: Callable[[str], str] | None = None,
         gradients: MakesGradients | None = None,
         workers: Workers | None = None,
@@ -96,14 +99,18 @@ class FakeRun:
         self.recorder = recorder or EventRecorder()
         world.trains_policy = config.algorithm.trains_policy
         world.synchronous_steps = config.stabilizer.synchronous_steps if config.stabilizer else 0
+        source: Tasks
+        if isinstance(tasks, Sequence):
+            source = TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
+        else:
+            source = tasks
         if reply is not None:
             config.rollout.workflow.check(
-                tasks, group_size=config.algorithm.group_size, distribution=config.rollout.distribution
+                source.tasks, group_size=config.algorithm.group_size, distribution=config.rollout.distribution
             )
-            world.play, world.judge = partial(_played, config, reply), Judge(config, tasks)
+            world.play, world.judge = partial(_played, config, reply), Judge(config, source.tasks)
         if gradients is not None and config.stabilizer is not None:
             world.steer = Steering(config.stabilizer.start(gradients(0)), gradients)
-        source = TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle)
         events = Events([self.recorder], clock=now)
         self.driver = build_driver(config, workers or world.workers(), source, events, progress=progress)
 
@@ -157,7 +164,7 @@ class Judge:
 
     def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
         """Raise `ConfigError` for a function that does not exist, or requires a column that some task lacks."""
-        self._rewards, self._thread = RewardSum(config.reward.functions), ThreadPoolExecutor(1)
+        self._rewards, self._thread = RewardSum(config.reward_functions), ThreadPoolExecutor(1)
         self._rewards.check(set.intersection(*(set(task.info) for task in tasks)))
 
     def __call__(self, task: Task, group: Group) -> Iterable[Score]:

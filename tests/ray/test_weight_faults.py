@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlsys import Config
 from rlsys.agents.workflow import SingleTurn
-from rlsys.launch.preflight import task_source
+from rlsys.launch.preflight import look_up
 from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.jsonl import JsonlSink
@@ -132,7 +132,7 @@ def assert_noticed(config: Config, relays: RayRelays, rollouts: RolloutPool, not
     async def main() -> int:
         await crew.ready()
         try:
-            return await build_driver(config, crew.workers(), task_source(config), events).run(0)
+            return await build_driver(config, crew.workers(), look_up(config).train, events).run(0)
         finally:
             await crew.close()
 

@@ -128,9 +128,9 @@ def test_a_missing_or_empty_file_is_a_data_error(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_file_type_is_named_without_asking_the_hub(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
+    path = tmp_path / "rows.tsv"
     path.write_text("prompt\na\n")
-    with pytest.raises(DataError, match=r"cannot read .*rows\.csv: it is neither \.jsonl, \.json nor \.parquet"):
+    with pytest.raises(DataError, match=r"cannot read .*rows\.tsv: it is none of \.jsonl, \.json, \.parquet, \.csv"):
         load_tasks(path)
 
 
@@ -246,3 +246,22 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
 def test_an_unreachable_hub_name_is_a_data_error() -> None:
     with pytest.raises(DataError, match="cannot read 'nobody/nothing'"):
         load_tasks("nobody/nothing")
+
+
+def test_a_json_array_and_a_csv_file_give_the_tasks_of_lines(tmp_path: Path):
+    rows = [{"prompt": "2+3?", "answer": "five", "level": 1}, {"prompt": "1+1?", "answer": "two", "level": 2}]
+    lines, array, table = (tmp_path / name for name in ("rows.jsonl", "rows.json", "rows.csv"))
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    array.write_text(json.dumps(rows, indent=2))
+    table.write_text("prompt,answer,level\n2+3?,five,1\n1+1?,two,2\n")
+    assert load_tasks(array) == load_tasks(lines) == load_tasks(table)
+
+
+def test_a_broken_array_and_a_bad_row_in_it_are_located(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    path.write_text('[\n{"prompt": "a"},\n{"prompt": }\n]')
+    with pytest.raises(DataError, match=r"rows\.json:3: not JSON: "):
+        load_tasks(path)
+    path.write_text('[{"prompt": "a"}, {"question": ""}, 3]')
+    with pytest.raises(DataError, match=r"rows\.json: row 2: .*\n.*rows\.json: row 3: the row is an int"):
+        load_tasks(path)

@@ -111,7 +111,7 @@ def test_the_tokens_of_a_completion_can_be_asked_for(load, values) -> None:
 
 def test_an_argument_missing_from_the_columns_is_refused(load) -> None:
     judge = load("def judge(completion, anwser): return 0")
-    with pytest.raises(ConfigError, match=r"asks for anwser.*available are completion, .*, task_id, level"):
+    with pytest.raises(ConfigError, match=r"asks for anwser.*available are completion, .*, task_id, source, level"):
         judge.check(["level"])
     load("def judge(level): return 0").check(["level"])
 

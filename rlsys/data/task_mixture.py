@@ -1,0 +1,106 @@
+"""Stream of tasks from several sources, each drawn by its weight and with an exact cursor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from rlsys.data.task_source import Cursor, SourceState, TaskSource, TasksState
+from rlsys.errors import DataError
+from rlsys.types import Task
+
+
+class TaskMixture:
+    """Endless stream of tasks from named sources. Has the methods of `TaskSource`, and its law.
+
+    The next task comes from the source that is furthest behind its weight, counted since the sources or their weights
+    last changed; of equals, the first. So of n tasks, each source has its share of them, give or take one (two
+    sources) or less than the number of sources, and no chance is involved.
+    """
+
+    def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:
+        """`weights` are those of the sources, in any unit; 0: no task is drawn. Raises `DataError` if all are 0."""
+        total = sum(weights.values())
+        if not total > 0:
+            raise DataError("data: no source has a weight above 0, so there is no task to train on")
+        self._sources = sources
+        self._weights = {name: weights[name] / total for name in sources}
+        self._drawn = dict.fromkeys(sources, 0)
+
+    def __len__(self) -> int:
+        """Number of tasks of all sources together."""
+        return sum(map(len, self._sources.values()))
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The tasks of all sources."""
+        return [task for source in self._sources.values() for task in source.tasks]
+
+    @property
+    def cursor(self) -> Cursor:
+        """Position of the next task."""
+        name = self._next_source()
+        return replace(self._sources[name].cursor, source=name)
+
+    def next(self) -> Task:
+        """Return the next task, and advance the cursor of its source."""
+        name = self._next_source()
+        self._drawn[name] += 1
+        return self._sources[name].next()
+
+    def at(self, cursor: Cursor) -> Task:
+        """Return the task at any position of the stream; no cursor moves."""
+        if cursor.source not in self._sources:
+            raise DataError(f"{cursor}: there is no source of this name; there are: {', '.join(self._sources)}")
+        return self._sources[cursor.source].at(replace(cursor, source=""))
+
+    def state(self) -> TasksState:
+        """Return the state for a checkpoint."""
+        return TasksState(
+            sources={
+                name: SourceState(source.fingerprint, source.cursor, self._drawn[name], self._weights[name])
+                for name, source in self._sources.items()
+            }
+        )
+
+    def restore(self, state: TasksState) -> list[str]:
+        """Move to a state. Returns what has changed since: sources that begin, and weights.
+
+        Raises `DataError` if a source of the state is gone, or has other tasks.
+        """
+        if not state.sources:
+            raise DataError(
+                "the checkpoint is of a run with one source of data, and now there are several: start a new run from "
+                "the checkpoint's weights"
+            )
+        if gone := [name for name in state.sources if name not in self._sources]:
+            raise DataError(
+                f"data: the source {gone[0]} of the checkpoint is gone, and groups under way need its tasks: keep it, "
+                "with weight 0 if no more of its tasks should be drawn"
+            )
+        notes: list[str] = []
+        for name, source in self._sources.items():
+            if (saved := state.sources.get(name)) is None:
+                notes.append(f"the source {name} is new, and starts at its beginning ({len(source)} tasks)")
+                continue
+            try:
+                notes += source.restore(TasksState(saved.fingerprint, saved.cursor))
+            except DataError as error:
+                raise DataError(f"data: source {name}: {error}") from error
+            if abs(saved.weight - self._weights[name]) > 1e-9:
+                notes.append(f"the source {name} has weight {self._weights[name]:.3g}, before {saved.weight:.3g}")
+        is_same = not notes
+        self._drawn = {name: state.sources[name].num_drawn if is_same else 0 for name in self._sources}
+        return notes
+
+    @cached_property
+    def _order(self) -> Sequence[str]:
+        return list(self._sources)
+
+    def _next_source(self) -> str:
+        num = sum(self._drawn.values()) + 1
+        return max(
+            (name for name in self._order if self._weights[name] > 0),
+            key=lambda name: self._weights[name] * num - self._drawn[name],
+        )

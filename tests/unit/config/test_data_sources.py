@@ -1,0 +1,79 @@
+"""Several sources of data in a configuration: their names, weights, columns and rewards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.errors import ConfigError
+from rlsys.launch.preflight import training_tasks
+from rlsys.rewards.reward_function import RewardInput, RewardSum
+
+NEEDED = ["run.steps=2", "model.path=m"]
+
+
+def load(*overrides: str) -> Config:
+    return Config.load([], [*NEEDED, *overrides])
+
+
+def written(folder: Path, name: str, *rows: dict) -> Path:
+    path = folder / name
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_list_is_short_for_sources_named_after_their_files():
+    config = load("data=[{path: a.jsonl, weight: 0.8}, {path: org/sums#hard, weight: 0.2}]")
+    assert [(source.name, source.weight) for source in config.data.sources] == [("a", 0.8), ("sums-hard", 0.2)]
+    assert Config.load([], [*NEEDED, f"data={json.dumps(config.data.model_dump(mode='json'))}"]).data == config.data
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("data={}", r"data\.path: give either one file or data set here, or several in data\.sources"),
+        ("data={path: a, sources: [{path: b}]}", r"data\.path: give either one"),
+        ("data=[{path: a.jsonl}, {path: x/a.jsonl}]", r"data\.sources\[1\]\.name: 'a' is the name of another source"),
+        ("data=[{path: a.jsonl, weight: 0}]", r"data\.sources: all weights are 0"),
+        ("data=[{path: a.jsonl, weight: -1}]", r"data\.sources\[0\]\.weight: .*greater than or equal to 0"),
+        ("data=[{path: a.jsonl, reward: exactt}]", r"data\.sources\[0\]\.reward.*did you mean `exact`"),
+        ("data=[{path: a.jsonl, wieght: 1}]", r"data\.sources\[0\]\.wieght: unknown key; did you mean"),
+    ],
+)
+def test_what_makes_no_sense_is_named(data: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        load(data)
+
+
+def test_each_source_has_its_own_columns_and_reward(tmp_path: Path):
+    written(tmp_path, "a.jsonl", {"prompt": "2+3?", "answer": "5", "id": "x"})
+    written(tmp_path, "b.jsonl", {"problem": "say ok", "id": "x"})
+    (tmp_path / "judge.py").write_text("def says(completion, source):\n    return float(completion == source)\n")
+    sources = (
+        f"[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, columns: {{prompt: problem}}, "
+        f"reward: {tmp_path}/judge.py:says}}]"
+    )
+    config = load(f"data={sources}", "reward.fn=exact")
+    parts = training_tasks(config)
+    assert {name: [task.id for task in tasks] for name, tasks in parts.items()} == {"a": ["a/x"], "b": ["b/x"]}
+    rewards = RewardSum(config.reward_functions)
+    values = {
+        name: [score.value for score in rewards.score(tasks[0], [RewardInput("5"), RewardInput("b")])]
+        for name, tasks in parts.items()
+    }
+    assert values == {"a": [1.0, 0.0], "b": [0.0, 1.0]}
+
+
+def test_a_column_that_a_reward_needs_is_asked_of_its_source_alone(tmp_path: Path):
+    written(tmp_path, "a.jsonl", {"prompt": "2+3?", "answer": "5"})
+    written(tmp_path, "b.jsonl", {"prompt": "hard", "level": 3})
+    (tmp_path / "judge.py").write_text("def by_level(completion, level):\n    return float(level)\n")
+    own = f"{tmp_path}/judge.py:by_level"
+    both = f"data=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, reward: {own}}}]"
+    assert set(training_tasks(load(both))) == {"a", "b"}
+    swapped = f"data=[{{path: {tmp_path}/a.jsonl, reward: {own}}}, {{path: {tmp_path}/b.jsonl}}]"
+    with pytest.raises(ConfigError, match=r"data\.sources: a: reward .*asks for level"):
+        training_tasks(load(swapped))
