@@ -182,6 +182,11 @@ class Algorithm:
         return False
 
     @property
+    def uses_rewards(self) -> bool:
+        """False if rewards change nothing: then no reward function is needed, and each episode counts as scored."""
+        return True
+
+    @property
     def has_step_statistics(self) -> bool:
         """True if `loss` needs `step_statistics`, which cost a pass over the whole step before the first update."""
         return False

@@ -60,7 +60,7 @@ class PolicyWorkers:
             start_actor(config, relays),
             start_critic(config) if Signal.VALUES in signals else None,
             start_reference(config, policy) if config.has_reference else None,
-            is_own_reference=config.train.lora is not None,
+            is_own_reference=config.train.lora is not None and config.reference.path is None,
         )
 
     def workers(self, rollouts: Rollouts, rewards: Rewards, evaluation: PinnedRollouts | None = None) -> Workers:
@@ -362,10 +362,10 @@ def start_rewards(config: Config) -> RewardPool:
 
 
 def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
-    """Start the worker with the frozen initial model of a policy."""
+    """Start the worker with the frozen initial model of a policy, or another one."""
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
-    arguments = config.model.path, config.model.dtype, config.rollout.distribution, config.train.micro_batch_tokens
+    arguments = config.reference_path, config.model.dtype, config.rollout.distribution, config.train.micro_batch_tokens
     build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
 
     def one(num_before: int) -> Remote[ReferenceWorker]:

@@ -103,8 +103,8 @@ class RewardSection(Section):
     """Reward model, whose value is added to those of the functions; None: no model."""
     fn: Functions | None = None
     """Reward function: a built-in, `module:name`, or `path/to/file.py:name`. Or a list of them with weights, such as
-    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. None: `exact`, or
-    only the model if there is one."""
+    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. None: `exact`,
+    or `zero` if the algorithm uses no rewards, or only the model if there is one."""
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call of the functions, seconds. A call that exceeds it is killed, and its episode fails. A group
     is first scored in one call within this time. If that takes longer, its episodes are scored one by one, and so are

@@ -328,9 +328,12 @@ class AsynchronySection(Section):
 
 
 class ReferenceSection(Section):
-    """The frozen initial model; it runs only where the algorithm asks for it, and not with `train.lora`: there the
-    ranks of the actor compute its columns, without the adapter."""
+    """Frozen model, the initial one or a teacher. It runs only where the algorithm asks for it, and the initial model
+    not with `train.lora`: there the ranks of the actor compute its columns, without the adapter."""
 
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Another model, such as the teacher of `distill`: a folder or `org/name` on the hub, with the vocabulary of the
+    policy. None: `model.path`."""
     threads: PositiveInt = 1
     """CPU threads of the worker."""
     num_cpus: NonNegativeFloat = 1.0
@@ -492,7 +495,8 @@ class Config(Section):
     def reward_functions(self) -> tuple[RewardSpec, ...]:
         """Every reward function: those of `reward.fn`, and those of single sources of data."""
         own = (spec for s in self.data.sources if s.reward is not None for spec in specs_of(s.reward, source=s.name))
-        return (*self.reward.functions, *own)
+        is_free = self.reward.fn is None and self.reward.model is None and not self.algorithm.uses_rewards
+        return (*(specs_of("zero") if is_free else self.reward.functions), *own)
 
     @property
     def max_context_tokens(self) -> int:
@@ -547,7 +551,13 @@ class Config(Section):
     @property
     def has_reference(self) -> bool:
         """True if the run has a reference worker. An actor that trains an adapter computes those columns itself."""
-        return self.train.lora is None and bool(self.algorithm.signals & REFERENCE_SIGNALS)
+        is_asked = bool(self.algorithm.signals & REFERENCE_SIGNALS)
+        return is_asked and (self.train.lora is None or self.reference.path is not None)
+
+    @property
+    def reference_path(self) -> str:
+        """Model of the reference."""
+        return self.reference.path or self.model.path
 
     @property
     def permits(self) -> int:

@@ -16,7 +16,8 @@ Every column stays in `Task.info` under its name, except `prompt`, `answer` and 
 answer from another column than `answer` is also `info.ground_truth`, unconverted, unless the row has that column. If it
 is neither text nor number, `Task.answer` is its JSON text, with sorted keys.
 
-Replies continue a `prompt` that ends with a message of the assistant. `tools` (schemas in the OpenAI form) and
+Replies continue a `prompt` that ends with a message of the assistant. Of `messages` that end so, the prompt is what
+comes before: they are answered rows, as for supervised training. `tools` (schemas in the OpenAI form) and
 `chat_template_kwargs` (variables of the chat template) go into the conversation too; both may be JSON text.
 """
 
@@ -246,11 +247,10 @@ def _prompt_of(source: str, prompt: Json) -> Prompt:
     if not prompt:
         raise RowProblem(f"the `{source}` is empty")
     messages = tuple(message_of(source, number, message) for number, message in enumerate(prompt, 1))
-    if messages[-1]["role"] == "assistant" and source == "messages":
-        raise RowProblem(
-            "the last message of `messages` is the assistant's: if it is an answer, remove it; if replies should "
-            "continue it, call the column `prompt`"
-        )
+    if source == "messages" and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]  # its answer, which stays in the column
+        if not messages:
+            raise RowProblem("`messages` has nothing before the assistant's answer")
     return messages
 
 

@@ -118,8 +118,8 @@ class PlannedWorkers:
         yield replace(self._worker("actor rank", num_ranks, train.num_gpus, memory), remark=remark)
         if config.has_reference:
             memory = frozen_memory(
-                self.sizes(config.model.path),
-                self._forward(config.model.path, settings),
+                self.sizes(config.reference_path),
+                self._forward(config.reference_path, settings),
                 positions=settings.micro_batch_tokens,
                 value_bytes=VALUE_BYTES[settings.dtype],
             )

@@ -90,6 +90,8 @@ def check_model(config: Config) -> None:
     paths = {"model.path": config.model.path}
     if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
         paths["critic.path"] = config.critic.path
+    if config.reference.path is not None and config.has_reference:
+        paths["reference.path"] = config.reference.path
     lora = config.train.lora
     if lora and lora.path is not None and config.ray.address is None and not Path(lora.path).is_dir():
         raise ModelError(
@@ -353,7 +355,7 @@ def rooted(config: Config) -> Config:
         ),
         "eval": config.eval.model_copy(update={"data": {n: _rooted(path) for n, path in config.eval.data.items()}}),
     }
-    for name, section in (("model", config.model), ("critic", config.critic)):
+    for name, section in (("model", config.model), ("critic", config.critic), ("reference", config.reference)):
         if section.path is not None:
             update[name] = section.model_copy(update={"path": _rooted_folder(section.path)})
     if config.train.lora and config.train.lora.path is not None:

@@ -26,6 +26,8 @@ def check_prompts(config: Config, key: str, tasks: Sequence[Task]) -> None:
     would render a second time, or that are all too long.
     """
     tokenizer = _tokenizer(config)
+    if config.has_reference and config.reference.path is not None:
+        _check_vocabulary(config, tokenizer)
     if not config.rollout.workflow.opens_with_prompt:
         return
     first = tasks[:NUM_MEASURED]
@@ -52,6 +54,25 @@ def _tokenizer(config: Config) -> TextTokenizer:
         raise ModelError(
             f"model.path: there is no folder {path}, and as a model of the hub it does not load: {reason}"
         ) from error
+
+
+def _check_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
+    """Raise `ModelError` if the reference reads token ids as other tokens than the policy."""
+    from workers.text.tokenizer import TextTokenizer
+
+    path = str(config.reference.path)
+    try:
+        other = TextTokenizer.load(path)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", "reference.path", 1)) from error
+    own, theirs = tokenizer.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    if own != theirs:
+        differ = next((t for t in {**own, **theirs} if own.get(t) != theirs.get(t)), "")
+        raise ModelError(
+            f"reference.path: {path} has another vocabulary than model.path, {config.model.path} ({len(theirs)} and "
+            f"{len(own)} tokens; {differ!r} is {theirs.get(differ)} and {own.get(differ)}): its logprobs of the "
+            "policy's tokens would mean nothing; give a model of the same tokenizer"
+        )
 
 
 def _opened(tokenizer: TextTokenizer, key: str, task: Task) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ JUDGE_TIMEOUT_S = 60.0
 
 BUILTIN: Mapping[str, ReadyMade] = {
     "exact": ReadyMade("rlsys.rewards.text_rewards", "exact"),
+    "zero": ReadyMade("rlsys.rewards.text_rewards", "zero"),
     "regex": ReadyMade("rlsys.rewards.text_rewards", "Regex"),
     "format": ReadyMade("rlsys.rewards.text_rewards", "Format"),
     "math": ReadyMade("rlsys.rewards.math_reward", "math", "math-verify", "math"),

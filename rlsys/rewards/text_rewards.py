@@ -13,6 +13,11 @@ def exact(completion: str, answer: str | None) -> float:
     return float(completion.strip() == expected(answer).strip())
 
 
+def zero() -> float:
+    """0 for every completion: the default of algorithms that use no rewards."""
+    return 0.0
+
+
 @dataclass(frozen=True)
 class Regex:
     """1 if the match of a regular expression equals the answer, except for surrounding whitespace; else 0.

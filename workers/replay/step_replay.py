@@ -168,7 +168,7 @@ class Models:
             )  # fmt: skip
         if Signal.REFERENCE_MISMATCHED in signals and config.has_reference:
             distribution, max_tokens = config.rollout.distribution, config.train.micro_batch_tokens
-            self._reference = ReferenceWorker(path, dtype, distribution, max_tokens, device(REFERENCE))
+            self._reference = ReferenceWorker(config.reference_path, dtype, distribution, max_tokens, device(REFERENCE))
 
     def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of the run. Raises `CheckpointError`."""
@@ -327,7 +327,7 @@ def _columns(
     wanted = set(signals)
     made: dict[Signal, Callable[[MicroBatchPlan], Tensor]] = {}
     if wanted & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
-        score = _scores(load_model(config.model.path, getattr(torch, config.model.dtype), device), config)
+        score = _scores(load_model(config.reference_path, getattr(torch, config.model.dtype), device), config)
         made[Signal.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))
         made[Signal.REFERENCE_MISMATCHED] = lambda one: mismatched(data, one, plan.partners, score, device)
     if critic is not None:

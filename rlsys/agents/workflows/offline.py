@@ -14,44 +14,65 @@ with importance ratios against the author's probabilities cannot work here; KTO'
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from rlsys.agents.workflow import Session, SingleTurn, Workflow
 from rlsys.data.row_adapters import RowProblem, listed, message_of, named
 from rlsys.errors import ConfigError, DataError
-from rlsys.types import Distribution, Message, Prompt, Task
+from rlsys.types import Distribution, Json, Message, Prompt, Task
 
 
 class Offline(Workflow):
     """One agent replays the row's `completion`; its reward is the row's `label`."""
 
+    has_labels: ClassVar[bool] = True
+
     opens_with_prompt = True
 
     async def run(self, session: Session) -> None:
         agent = session.agent("policy")
-        session.reward(label_of(session.task))  # first, since a conversation that outgrows the context ends below
+        label = label_of(session.task) if self.has_labels else 1.0
+        session.reward(label)  # first, since a conversation that outgrows the context ends below
         for prompt, reply in exchanges_of(session.task):
             await agent.recite(prompt, reply)
 
     def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         """Raise `ConfigError` for keys that do not apply, `DataError` that lists the rows that cannot be used."""
+        name = "offline" if self.has_labels else "demonstrations"
         if group_size != 1:
             raise ConfigError(
                 f"algorithm.group_size: {group_size} episodes of a row would all be its one recorded completion; set "
-                "it to 1 with rollout.workflow=offline"
+                f"it to 1 with rollout.workflow={name}"
             )
         if distribution != Distribution():
             raise ConfigError(
                 "rollout.temperature, top_p, top_k, min_p: they change nothing that is recorded, and engines say how "
                 "likely tokens are at temperature 1, among all tokens; leave them at their defaults with "
-                "rollout.workflow=offline (eval.temperature is free)"
+                f"rollout.workflow={name} (eval.temperature is free)"
             )
-        problems = [f"row {n}: {problem}" for n, task in enumerate(tasks, 1) if (problem := _problem_in(task))]
+        problems = [f"row {n}: {problem}" for n, task in enumerate(tasks, 1) if (problem := self._problem_in(task))]
         if problems:
-            raise DataError("\n  ".join(listed("data.path", problems, " by rollout.workflow=offline")))
+            raise DataError("\n  ".join(listed("data.path", problems, f" by rollout.workflow={name}")))
 
     def in_evaluation(self) -> Workflow:
         """Return the single-turn workflow: in evaluation the policy samples its reply."""
         return SingleTurn()
+
+    def _problem_in(self, task: Task) -> RowProblem | None:
+        try:
+            if self.has_labels:
+                label_of(task)
+            list(exchanges_of(task))
+        except RowProblem as problem:
+            return problem
+        return None
+
+
+class Demonstrations(Offline):
+    """One agent replays the answers of the row, which are all wanted: `completion`, or all messages of the assistant in
+    `messages`. For `algorithm.type: sft`."""
+
+    has_labels = False
 
 
 def label_of(task: Task) -> float:
@@ -65,8 +86,14 @@ def label_of(task: Task) -> float:
 
 
 def exchanges_of(task: Task) -> Iterator[tuple[Prompt, str]]:
-    """Yield each prompt and the assistant's reply to it, in order. Raises `RowProblem`."""
+    """Yield each prompt and the assistant's reply to it, in order. Raises `RowProblem`.
+
+    Of a row with `messages` and no `completion`, all messages of the assistant are replies.
+    """
     completion = task.info.get("completion")
+    if completion is None and isinstance(conversation := task.info.get("messages"), list):
+        yield from _replies_in((), conversation, "messages")
+        return
     if completion is None:
         raise RowProblem(f"no `completion`; the row has {_columns_of(task)}")
     if isinstance(completion, str):
@@ -76,15 +103,18 @@ def exchanges_of(task: Task) -> Iterator[tuple[Prompt, str]]:
         raise RowProblem(f"`completion` is {named(completion)}; give text or a list of messages")
     if isinstance(task.prompt, str):
         raise RowProblem("the `prompt` is text and the `completion` a list of messages; give both alike")
-    said: tuple[Message, ...] = task.prompt
-    messages = [message_of("completion", number, message) for number, message in enumerate(completion, 1)]
+    yield from _replies_in(task.prompt, completion, "completion")
+
+
+def _replies_in(said: tuple[Message, ...], conversation: list[Json], column: str) -> Iterator[tuple[Prompt, str]]:
+    messages = [message_of(column, number, message) for number, message in enumerate(conversation, 1)]
     if not messages or messages[-1]["role"] != "assistant":
-        raise RowProblem("the `completion` does not end with a message of the assistant; only those are trained")
+        raise RowProblem(f"the `{column}` does not end with a message of the assistant; only those are trained")
     for message in messages:
         if message["role"] != "assistant":
             said = (*said, message)
         elif not said:
-            raise RowProblem("the `completion` has two messages of the assistant in a row; make them one")
+            raise RowProblem(f"the `{column}` has a message of the assistant that answers none; remove it, or join two")
         else:
             yield said, _reply(message["content"])
             said = ()
@@ -94,15 +124,6 @@ def _reply(text: str) -> str:
     if not text:
         raise RowProblem("the `completion` is empty; there is nothing to learn from it")
     return text
-
-
-def _problem_in(task: Task) -> RowProblem | None:
-    try:
-        label_of(task)
-        list(exchanges_of(task))
-    except RowProblem as problem:
-        return problem
-    return None
 
 
 def _columns_of(task: Task) -> str:

@@ -110,7 +110,7 @@ ASKED = (said("user", "go"),)
         (task(ASKED, completion=[], label=True), "the `completion` does not end with a message of the assistant"),
         (task(ASKED, completion=[{"role": "user", "content": "x"}], label=True), "does not end with a message of the"),
         (task(ASKED, completion=["x"], label=True), 'message 1 of the `completion` is not of the form {"role"'),
-        (task(ASKED, completion=[*ANSWER, *ANSWER], label=True), "two messages of the assistant in a row"),
+        (task(ASKED, completion=[*ANSWER, *ANSWER], label=True), "a message of the assistant that answers none"),
         (task(ASKED, completion=[{"role": "assistant", "content": ""}], label=True), "the `completion` is empty"),
     ],
 )

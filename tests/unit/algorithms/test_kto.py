@@ -393,7 +393,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     data = StepData(payloads, columns)
     with torch.no_grad():
         mismatches = [
-            mismatched(data, one, plan.partners, lambda b: scorer(b, 1.0)[0], torch.device("cpu")).numpy()
+            mismatched(data, one, plan.partners, lambda b: scorer(b, Distribution())[0], torch.device("cpu")).numpy()
             for one in plan.updates[0]
         ]
     data = data.with_columns({Signal.REFERENCE_MISMATCHED: mismatches})

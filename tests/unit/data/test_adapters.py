@@ -274,9 +274,11 @@ def test_mixed_forms_are_refused_unless_the_answer_column_is_named(tmp_path: Pat
     assert [t.answer for t in tasks] == ["5", "5", "5"]
 
 
-def test_a_conversation_that_ends_with_an_answer_is_no_prompt(tmp_path: Path):
-    text = complaint(tmp_path, {"messages": [*ASKED, {"role": "assistant", "content": "5"}]})
-    assert "rows.jsonl:1: the last message of `messages` is the assistant's: if it is an answer, remove it; if" in text
+def test_the_prompt_of_an_answered_conversation_is_what_comes_before_its_answer(tmp_path: Path):
+    answered = [*ASKED, {"role": "assistant", "content": "5"}]
+    (task,) = load_tasks(as_jsonl(tmp_path, {"messages": answered}))
+    assert task.prompt == tuple(ASKED) and task.info["messages"] == answered
+    assert "`messages` has nothing before the assistant's answer" in complaint(tmp_path, {"messages": answered[-1:]})
 
 
 def test_a_prompt_may_end_with_the_start_of_the_answer(tmp_path: Path):

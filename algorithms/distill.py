@@ -1,0 +1,75 @@
+"""On-policy distillation: the policy's own answers, judged token by token by a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from algorithms.fields import RULES, ShareBelowOne
+from algorithms.functional import log_ratio
+from algorithms.policy_gradient import clipped
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TokenAdvantages, TrajectoryAdvantage
+from rlsys.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, config=RULES)
+class Distill(Algorithm):
+    """On-policy distillation: policy gradient of the reverse KL to a teacher, on tokens that the policy sampled.
+
+    A token's advantage is A = log teacher - log policy, at sampling, of that token given the tokens before it, so that
+    E[A ∇log p] over the policy is the negative gradient of KL(policy || teacher) for the next token. Later tokens do
+    not count (discount 0), as in GKD on the student's own outputs with the reverse KL (arXiv:2306.13649) and in
+    Thinking Machines' "On-Policy Distillation" (2025), which uses this estimator. An importance ratio against the
+    sampler, clipped as PPO's, corrects for older weights.
+
+    The teacher is the reference worker, `reference.path`, with the vocabulary of the policy. Rewards are not used.
+    """
+
+    group_size: PositiveInt = 4
+    """Episodes per task. They are not compared, so 1 is enough."""
+    max_advantage: PositiveFloat = 20.0
+    """Largest size of a token's advantage, in nats: one that the teacher finds almost impossible does not dominate."""
+    clip_low: ShareBelowOne = 0.2
+    """A token's probability ratio may fall to 1 - `clip_low` before its gradient stops."""
+    clip_high: NonNegativeFloat = 0.28
+    """A token's probability ratio may rise to 1 + `clip_high` before its gradient stops."""
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return frozenset({Signal.REFERENCE_LOGPROBS})
+
+    @property
+    def max_safe_staleness(self) -> int | None:
+        """Any, by the clipped ratio against the sampler; see `PolicyGradient.max_safe_staleness`."""
+        return None
+
+    @property
+    def uses_rewards(self) -> bool:
+        return False
+
+    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
+        """Assign 1 to each trajectory; `token_advantages` has the numbers."""
+        for (e, t), _ in group.trajectories():
+            yield TrajectoryAdvantage(e, t, 1.0)
+
+    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
+        """log teacher - log policy at sampling, within `max_advantage`."""
+        difference_N = inputs.columns_N[Signal.REFERENCE_LOGPROBS] - inputs.behavior_logprobs_N
+        return TokenAdvantages(difference_N.clamp(-self.max_advantage, self.max_advantage))
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        """-min(r A, clip(r) A) of each token."""
+        ratio_N = log_ratio(logprobs_N, batch.behavior_logprobs_N).exp()
+        result = clipped(ratio_N, batch.advantages_N, self.clip_low, self.clip_high)
+        metrics_N = {
+            "distill/kl": -batch.advantages_N,
+            "policy/clip_frac_low": result.is_low_N.float(),
+            "policy/clip_frac_high": result.is_high_N.float(),
+        }
+        return LossOutput(-result.objective_N, metrics_N)

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning of an untrained policy on demonstrations."""

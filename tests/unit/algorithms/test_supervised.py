@@ -1,0 +1,96 @@
+"""Maximum likelihood on answers, and distillation from a teacher: their losses and gradients by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.distill import Distill
+from algorithms.sft import SFT
+from rlsys.algorithm import Signal
+from rlsys.config import Config
+from rlsys.types import OK, EpisodeMeta, TrajectoryMeta
+from tests.groups import group
+from tests.tokens import F64, column, tokens
+
+
+def test_the_loss_is_the_cross_entropy_of_the_trained_tokens():
+    logits_NV = torch.randn(6, 11, dtype=F64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tokens_N = torch.tensor([3, 1, 0, 10, 5, 3])
+    logprobs_N = logits_NV.log_softmax(-1).gather(1, tokens_N[:, None])[:, 0]
+    loss = SFT().loss(logprobs_N, tokens([-1.0] * 6, [1.0] * 6)).loss_N.mean()
+    expected = torch.nn.functional.cross_entropy(logits_NV, tokens_N)
+    (ours,) = torch.autograd.grad(loss, logits_NV, retain_graph=True)
+    (theirs,) = torch.autograd.grad(expected, logits_NV)
+    assert torch.allclose(loss, expected) and torch.allclose(ours, theirs)
+
+
+def member(reward: float | None) -> EpisodeMeta:
+    return EpisodeMeta((TrajectoryMeta("policy", None, OK, reward, ()),))
+
+
+def test_only_answers_above_the_threshold_are_trained_where_there_is_one():
+    episodes = [member(1.0), member(0.2), member(None)]
+    some = group(0, episodes=episodes)
+    assert [a.episode for a in SFT(group_size=3).advantages(some)] == [0, 1, 2]
+    assert [a.episode for a in SFT(group_size=3, reward_above=0.5).advantages(some)] == [0]
+    assert SFT(group_size=3, reward_above=0.5).has_signal(some)
+    assert not SFT(group_size=3, reward_above=1.0).has_signal(some), "dropped as no_signal"
+
+
+def gradient_of(distill: Distill, logits_V: torch.Tensor, teacher_V: torch.Tensor) -> torch.Tensor:
+    """Expected gradient of the loss of one token, sampled from the policy with these logits."""
+    probs_V = logits_V.detach().softmax(-1)
+    logprobs_V = logits_V.log_softmax(-1)
+    behavior, reference = logprobs_V.detach().tolist(), teacher_V.log_softmax(-1).tolist()
+    batch = tokens(behavior, [1.0] * len(behavior), columns={Signal.REFERENCE_LOGPROBS: reference})
+    advantages_N = distill.token_advantages(batch).advantages_N
+    batch = tokens(behavior, advantages_N.tolist(), columns={Signal.REFERENCE_LOGPROBS: reference})
+    (found,) = torch.autograd.grad((probs_V * distill.loss(logprobs_V, batch).loss_N).sum(), logits_V)
+    return found
+
+
+@given(st.integers(0, 10_000))
+def test_the_expected_gradient_is_that_of_the_reverse_kl_to_the_teacher(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    logits_V = torch.randn(7, dtype=F64, generator=generator).requires_grad_()
+    teacher_V = torch.randn(7, dtype=F64, generator=generator)
+    logprobs_V, teacher_logprobs_V = logits_V.log_softmax(-1), teacher_V.log_softmax(-1)
+    kl = (logprobs_V.exp() * (logprobs_V - teacher_logprobs_V)).sum()
+    (expected,) = torch.autograd.grad(kl, logits_V)
+    assert torch.allclose(gradient_of(Distill(), logits_V, teacher_V), expected, atol=1e-12)
+
+
+def test_a_token_that_the_teacher_finds_impossible_is_bounded():
+    batch = tokens([-0.1, -0.1], [1.0, 1.0], columns={Signal.REFERENCE_LOGPROBS: [-900.0, -0.1]})
+    assert torch.equal(Distill(max_advantage=5.0).token_advantages(batch).advantages_N, column([-5.0, 0.0]))
+
+
+def test_the_loss_reports_the_reverse_kl():
+    batch = tokens([-1.0, -2.0], [0.5, -0.25])
+    found = Distill().loss(column([-1.0, -2.0]), batch).metrics_N["distill/kl"]
+    assert torch.equal(found, column([-0.5, 0.25]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "functions"),
+    [
+        (["algorithm.type=distill"], ["zero"]),
+        (["algorithm.type=sft"], ["zero"]),
+        (["algorithm={type: sft, reward_above: 0.5}"], ["exact"]),
+        (["algorithm.type=distill", "reward.fn=math"], ["math"]),
+        ([], ["exact"]),
+    ],
+)
+def test_rewards_are_optional_where_they_change_nothing(keys: list[str], functions: list[str]):
+    config = Config.load([], ["run.steps=1", "model.path=m", "data.path=d", "stabilizer=null", *keys])
+    assert [spec.fn for spec in config.reward_functions] == functions
+
+
+def test_a_teacher_runs_as_a_worker_of_its_own_beside_an_adapter():
+    keys = ["run.steps=1", "model.path=m", "data.path=d", "stabilizer=null", "algorithm.type=distill", "train.lora={}"]
+    assert not Config.load([], keys).has_reference
+    taught = Config.load([], [*keys, "reference.path=teacher"])
+    assert taught.has_reference and taught.reference_path == "teacher"
