@@ -292,6 +292,14 @@ def schema() -> None:
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 
 
+@app.command()
+def convert(path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of verl, or arguments of TRL.")]) -> None:
+    """Print the configuration that a file of verl or TRL corresponds to, and what has no counterpart."""
+    from rlsys.config.conversion import convert as converted
+
+    _say("\n".join(converted(path).lines()))
+
+
 @data_app.command("inspect")
 def inspect_data(
     path: Annotated[str, typer.Argument(metavar="PATH", help="JSONL or parquet file, folder[#SPLIT] or hub data set.")],

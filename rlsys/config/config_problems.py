@@ -10,6 +10,8 @@ from typing import TypeAlias
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from rlsys.config.habits import SECTIONS, habit_of
+
 Location: TypeAlias = tuple[int | str, ...]
 Problem: TypeAlias = tuple[Location, str]
 """Location of a problem in the tree, and its text: `UNKNOWN` if the key itself is unknown."""
@@ -125,6 +127,10 @@ def unknown_key(location: Location, keys: Mapping[tuple[str, ...], Sequence[str]
     """
     section, name = tuple(part for part in location[:-1] if isinstance(part, str)), str(location[-1])
     siblings = keys.get(section, ())
+    if not section and name in SECTIONS:
+        return "unknown key; it is a section of verl: `rlsys convert FILE` converts its configurations"
+    if (habit := habit_of(dotted(location))) and not difflib.get_close_matches(name, siblings, n=1, cutoff=0.9):
+        return f"unknown key; {habit.hint}"
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         return f"unknown key; did you mean `{dotted((*location[:-1], close[0]))}`?"
     elsewhere = {key: where for where, names in keys.items() for key in names if where != section}

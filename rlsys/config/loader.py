@@ -74,6 +74,11 @@ def _validated(config: type[C], layers: Sequence[Layer], where: str) -> C:
         raise ConfigError(_report(list(problems_in(error)), config, merged, where)) from None
 
 
+def tree_in(path: Path) -> Tree:
+    """Read the keys of a file, of any program. Raises `ConfigError` if it is no mapping."""
+    return _read(path).tree
+
+
 def of_tree(config: type[C], tree: Tree, where: str) -> C:
     """Validate a tree of keys. Raises `ConfigError` with every problem; `where` is the source that it names."""
     return _validated(config, [Layer(tree)], where)

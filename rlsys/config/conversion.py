@@ -1,0 +1,174 @@
+"""Conversion of another trainer's arguments to a configuration: `rlsys convert FILE`.
+
+    actor_rollout_ref: {rollout: {n: 5}}      ->      algorithm: {group_size: 5}
+
+Nothing is dropped in silence: each key is converted, or listed with the reason and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.config.habits import System, habits_of
+from rlsys.config.loader import Tree, dump, of_tree, tree_in
+from rlsys.config.schema import Config
+from rlsys.errors import ConfigError
+
+_VERL_SECTIONS = ("actor_rollout_ref", "trainer", "algorithm", "critic", "reward_model", "custom_reward_function")
+_NO_STEPS = 100
+"""`run.steps` where the file counts epochs."""
+FEW_STEPS = 20
+"""Steps below which a run has no stabilizer."""
+_UNSUPPORTED = (
+    "it is neither a YAML of verl (with actor_rollout_ref) nor arguments of TRL (with num_generations, learning_rate, "
+    "...): give one of these, as .yaml or .json"
+)
+
+
+@dataclass
+class Conversion:
+    """Result of a conversion."""
+
+    system: System
+    tree: Tree = field(default_factory=dict)
+    """The configuration."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should look at."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys without a counterpart, with the reason."""
+
+    def lines(self) -> Iterator[str]:
+        """Write the configuration as YAML, with the rest as comments."""
+        yield f"# converted from {self.system}"
+        yield from (f"# look at: {note}" for note in self.notes)
+        yield from (f"# left out: {reason}" for reason in self.left_out)
+        yield dump(self.tree).rstrip()
+
+    def set(self, key: str, value: object) -> None:
+        """Set a dotted key."""
+        *sections, name = key.split(".")
+        at = self.tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        if name not in at or not isinstance(at[name], dict):
+            at[name] = value
+
+    def get(self, key: str) -> Any:  # noqa: ANN401  (a value of a configuration)
+        at: Any = self.tree
+        for part in key.split("."):
+            at = at.get(part) if isinstance(at, dict) else None
+        return at
+
+
+def convert(path: Path) -> Conversion:
+    """Convert a file. Raises `ConfigError` for a file of another kind, or one whose values are refused here."""
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"{path}: {_UNSUPPORTED}")
+    theirs = dict(_leaves(tree_in(path)))
+    is_verl = any(key.partition(".")[0] == "actor_rollout_ref" for key in theirs)
+    known = habits_of("verl" if is_verl else "TRL")
+    if not is_verl and len(known.keys() & theirs.keys()) < 2:
+        raise ConfigError(f"{path}: {_UNSUPPORTED}")
+    made = Conversion("verl" if is_verl else "TRL")
+    by_hand: dict[str, str] = {}
+    is_kto = not is_verl and {"desirable_weight", "undesirable_weight"} & theirs.keys()
+    if is_kto:
+        made.set("algorithm.type", "kto")
+    for key, value in theirs.items():
+        if (habit := known.get(key)) is None:
+            made.left_out.append(f"{key}: {value}: not known; see docs/coming-from.md")
+        elif value is None or value is False:
+            continue  # switched off, as here
+        elif not habit.ours:
+            made.left_out.append(f"{key}: {value}: {habit.note}")
+        elif (ours := habit.value(value)) is None:
+            by_hand[key] = f"{key}: {value}: {habit.ours}" + (f", {habit.note}" if habit.note else "")
+        else:
+            made.set("algorithm.beta" if is_kto and habit.ours == "algorithm.kl_coef" else habit.ours, ours)
+    done = _finish_verl(made, theirs) if is_verl else _finish_trl(made, theirs)
+    made.notes = [note for key, note in by_hand.items() if key not in done] + made.notes
+    _complete(made)
+    of_tree(Config, made.tree, f"converted from {path}")  # raises for what is refused
+    return made
+
+
+def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
+    """Convert what several keys say together; return those keys."""
+    done: set[str] = {"reward_weights"}
+    group_size, samples = made.get("algorithm.group_size"), 1
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        samples *= theirs.get(key) or 1
+    if group_size and "per_device_train_batch_size" in theirs:
+        made.set("train.groups_per_step", max(1, samples // group_size))
+        made.notes.append(f"train.groups_per_step is for one device: multiply it by their number ({samples} samples)")
+        done |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    if made.get("train.lora") is None and any(key.startswith("lora_") for key in theirs):
+        made.set("train.lora", {})
+    if isinstance(functions := made.get("reward.fn"), list):
+        weights = theirs.get("reward_weights") or [1.0] * len(functions)
+        made.tree["reward"]["fn"] = [{"fn": fn, "weight": w} for fn, w in zip(functions, weights, strict=True)]
+    return done
+
+
+def _finish_verl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
+    """Convert what several keys say together; return those keys."""
+    actor = "actor_rollout_ref.actor"
+    done = {f"{actor}.use_kl_loss", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"}
+    done |= {"custom_reward_function.path", "custom_reward_function.name", "trainer.n_gpus_per_node", "trainer.nnodes"}
+    batch, mini = theirs.get("data.train_batch_size"), theirs.get(f"{actor}.ppo_mini_batch_size")
+    if batch and mini:
+        made.set("train.updates_per_step", max(1, batch // mini))
+        done.add(f"{actor}.ppo_mini_batch_size")
+    if theirs.get(f"{actor}.use_kl_loss") is False and made.get("algorithm.kl_coef") is not None:
+        made.tree["algorithm"]["kl_coef"] = 0.0
+    if theirs.get("algorithm.use_kl_in_reward"):
+        made.set("algorithm.kl_coef", theirs.get("algorithm.kl_ctrl.kl_coef", 0.001))
+    ratio = theirs.get(f"{actor}.clip_ratio")
+    if ratio is not None and made.get("algorithm.clip_high") is None:
+        made.set("algorithm.clip_high", ratio)
+    if file := theirs.get("custom_reward_function.path"):
+        made.set("reward.fn", f"{file}:{theirs.get('custom_reward_function.name', 'compute_score')}")
+    if isinstance(files := made.get("data.path"), list):
+        del made.tree["data"]["path"]
+        if len(files) == 1:
+            made.set("data.path", files[0])
+        else:
+            made.set("data.sources", [{"path": path} for path in files])
+    if isinstance(files := made.get("eval.data"), list):
+        made.tree["eval"]["data"] = files[0] if len(files) == 1 else {f"set{i}": path for i, path in enumerate(files)}
+    ranks = (theirs.get("trainer.n_gpus_per_node") or 1) * (theirs.get("trainer.nnodes") or 1)
+    if ranks > 1:
+        made.notes.append(f"{ranks} GPUs: share them between rollout.replicas and train.mesh.shard")
+    return done
+
+
+def _complete(made: Conversion) -> None:
+    """Fill in what a configuration must have."""
+    if made.get("run.steps") is None:
+        made.set("run.steps", _NO_STEPS)
+        made.notes.append(f"run.steps: {_NO_STEPS} stands for epochs * rows / train.groups_per_step")
+    for key in ("model.path", "data.path"):
+        if made.get(key) is None and made.get("data.sources" if key == "data.path" else key) is None:
+            made.set(key, "FILL-IN")
+            made.notes.append(f"{key}: the file names none")
+    longest = (made.get("data.max_prompt_tokens") or 1024) + (made.get("rollout.max_new_tokens") or 256)
+    if (made.get("train.micro_batch_tokens") or 8192) < longest:
+        made.tree.setdefault("train", {})["micro_batch_tokens"] = longest
+    if made.get("run.steps") < FEW_STEPS:
+        made.tree["stabilizer"] = None
+        made.notes.append("stabilizer: the default one needs a longer run")
+    if name := made.get("run.name"):
+        made.tree["run"]["name"] = "".join(c if c.isalnum() or c in "_.-" else "-" for c in str(name))
+
+
+def _leaves(tree: Mapping[str, Any], at: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of nested sections; `a.b: 1` and `{a: {b: 1}}` are the same."""
+    for key, value in tree.items():
+        place = (*at, str(key))
+        if isinstance(value, Mapping) and ".".join(place) != "chat_template_kwargs":
+            yield from _leaves(value, place)
+        else:
+            yield ".".join(place), value

@@ -1,0 +1,260 @@
+"""Keys of other trainers and their counterparts here, for hints in errors, `rlsys convert` and the documentation.
+
+One row a key. A key of an algorithm or of a plug-in is written with its section, `algorithm.group_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+System: TypeAlias = Literal["TRL", "verl", "OpenRLHF", "prime-rl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """Key of another trainer."""
+
+    system: System
+    theirs: str
+    """Dotted, as in its files; the last part is what a hint is found by."""
+    ours: str = ""
+    """Dotted; empty if there is no counterpart."""
+    note: str = ""
+    """How the two differ, or why there is no counterpart."""
+    value: Callable[[Any], Any] = lambda value: value
+    """Our value for theirs; None leaves the key out."""
+
+    @property
+    def hint(self) -> str:
+        """Remedy for the key in an error."""
+        note = f" ({self.note})" if self.note and self.ours else self.note
+        return (
+            f"{self.system}'s `{self.theirs}` is `{self.ours}` here{note}"
+            if self.ours
+            else (f"{self.system}'s `{self.theirs}` has no counterpart: {note}")
+        )
+
+
+def _by_hand(value: object) -> None:
+    """No value of ours follows from theirs alone."""
+
+
+def _above_zero(value: Any) -> Any:  # noqa: ANN401  (a value of a configuration)
+    """Theirs, where it is not switched off by a number below 1."""
+    return value if value and value > 0 else None
+
+
+def _rows(system: System, rows: Sequence[tuple[Any, ...]]) -> Sequence[Habit]:
+    return tuple(Habit(system, *row) for row in rows)
+
+
+def _if(ours: Any) -> Callable[[Any], Any]:  # noqa: ANN401  (a value of a configuration)
+    """`ours` where theirs is true, else nothing."""
+    return lambda value: ours if value and str(value).lower() not in ("false", "none") else None
+
+
+ESTIMATORS = {
+    "grpo": "grpo", "gae": "ppo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp", "reinforce": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo",
+    "grpo_passk": None, "dapo": "dapo", "bnpo": "grpo", "cispo": "cispo",
+}  # fmt: skip
+"""`algorithm.type` for their names."""
+OVER = {"token-mean": "tokens", "seq-mean-token-sum": "budget", "seq-mean-token-mean": "sequences"}
+"""`algorithm.over` for verl's `loss_agg_mode`."""
+SAMPLED = "the trainer could not compute the distribution that it makes"
+GROUPS = "per_device_train_batch_size * gradient_accumulation_steps * devices / num_generations"
+ROWS = "train.micro_batch_tokens bounds a forward in tokens, not in samples; it changes no gradient"
+MESH = "train.mesh says how many ranks there are and how they split the model: {shard: 8}"
+EPOCHS = "run.steps counts steps: epochs * rows / train.groups_per_step"
+
+_TRL = _rows(
+    "TRL",
+    (
+        ("model_name_or_path", "model.path"),
+        ("dataset_name", "data.path"),
+        ("dataset_config", "data.path", "ORG/NAME:CONFIG", _by_hand),
+        ("dataset_train_split", "data.path", "ORG/NAME#SPLIT", _by_hand),
+        ("reward_funcs", "reward.fn", "a name, `module:name`, or a list of those with weights"),
+        ("reward_weights", "reward.fn", "each function of the list has a weight", _by_hand),
+        ("learning_rate", "train.lr"),
+        ("num_generations", "algorithm.group_size"),
+        ("max_completion_length", "rollout.max_new_tokens"),
+        ("max_prompt_length", "data.max_prompt_tokens"),
+        ("max_length", "rollout.max_context_tokens"),
+        ("max_steps", "run.steps", "", _above_zero),
+        ("num_train_epochs", "run.steps", EPOCHS, _by_hand),
+        ("per_device_train_batch_size", "train.groups_per_step", GROUPS, _by_hand),
+        ("gradient_accumulation_steps", "train.groups_per_step", GROUPS, _by_hand),
+        ("generation_batch_size", "train.groups_per_step", "in groups, not in samples", _by_hand),
+        ("num_iterations", "train.updates_per_step", "updates of a step, each on other groups", _by_hand),
+        ("temperature", "rollout.temperature"),
+        ("top_p", "rollout.top_p"),
+        ("top_k", "rollout.top_k", "", _above_zero),
+        ("min_p", "rollout.min_p"),
+        ("repetition_penalty", "", SAMPLED),
+        ("presence_penalty", "", SAMPLED),
+        ("frequency_penalty", "", SAMPLED),
+        ("min_new_tokens", "", SAMPLED),
+        ("beta", "algorithm.kl_coef", "of kto: algorithm.beta"),
+        ("epsilon", "algorithm.clip_low"),
+        ("epsilon_high", "algorithm.clip_high"),
+        ("delta", "algorithm.dual_clip", "a bound on the ratio of tokens with negative advantage"),
+        ("loss_type", "algorithm.type", "", ESTIMATORS.get),
+        ("mask_truncated_completions", "algorithm.mask_truncated"),
+        ("scale_rewards", "algorithm.type", "dr_grpo does not divide by the standard deviation", _by_hand),
+        ("desirable_weight", "algorithm.desirable_weight"),
+        ("undesirable_weight", "algorithm.undesirable_weight"),
+        ("use_peft", "train.lora", "{} has the defaults", _if({})),
+        ("lora_r", "train.lora.rank"),
+        ("lora_alpha", "train.lora.alpha"),
+        ("lora_target_modules", "train.lora.targets"),
+        ("lora_dropout", "", "the sampler has no dropout, so the trainer has none"),
+        ("bf16", "model.dtype", "bfloat16", _if("bfloat16")),
+        ("fp16", "model.dtype", "float32 or bfloat16", _by_hand),
+        ("gradient_checkpointing", "train.activation_checkpointing", "full", _if("full")),
+        ("use_vllm", "rollout.engine", "vllm", _if("vllm")),
+        ("vllm_mode", "", "the engine is in the replica's own process"),
+        ("vllm_tensor_parallel_size", "rollout.tensor_parallel"),
+        ("vllm_gpu_memory_utilization", "rollout.vllm_args.gpu_memory_utilization"),
+        ("vllm_importance_sampling_correction", "algorithm.correction", "tis, and others", _by_hand),
+        ("chat_template_kwargs", "rollout.chat.template_kwargs"),
+        ("output_dir", "run.folder", "the run is run.folder/run.name"),
+        ("run_name", "run.name"),
+        ("seed", "run.seed"),
+        ("warmup_steps", "train.warmup_steps"),
+        ("warmup_ratio", "train.warmup_steps", "in steps", _by_hand),
+        ("lr_scheduler_type", "train.final_lr_fraction", "0: linear to zero, 1: constant",
+         {"linear": 0.0, "constant": 1.0, "constant_with_warmup": 1.0}.get),
+        ("weight_decay", "train.weight_decay"),
+        ("max_grad_norm", "train.clip_norm"),
+        ("adam_beta1", "train.betas", "both: [0.9, 0.999]", _by_hand),
+        ("adam_beta2", "train.betas", "both: [0.9, 0.999]", _by_hand),
+        ("save_steps", "checkpoint.every", "", lambda value: value if isinstance(value, int) else None),
+        ("save_total_limit", "checkpoint.keep_last"),
+        ("load_best_model_at_end", "checkpoint.keep_best", "with checkpoint.best_by", _by_hand),
+        ("eval_steps", "eval.every", "with eval.data", _by_hand),
+        ("report_to", "tracking", "a list, such as [wandb]", _by_hand),
+        ("logging_steps", "", "each step is logged"),
+        ("remove_unused_columns", "", "every column reaches the reward function by name"),
+        ("deepspeed", "train.mesh", MESH, _by_hand),
+        ("fsdp", "train.mesh", MESH, _by_hand),
+        ("resume_from_checkpoint", "run.resume", "auto, must, or a folder", _by_hand),
+    ),
+)  # fmt: skip
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
+_VERL = _rows(
+    "verl",
+    (
+        ("algorithm.adv_estimator", "algorithm.type", "", ESTIMATORS.get),
+        ("algorithm.gamma", "algorithm.gamma"),
+        ("algorithm.lam", "algorithm.gae_lambda"),
+        ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef", "in the reward of rloo and ppo", _by_hand),
+        ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "rloo, ppo and reinforce_pp have it in the reward",
+         _by_hand),
+        ("data.train_files", "data.path"),
+        ("data.val_files", "eval.data"),
+        ("data.train_batch_size", "train.groups_per_step"),
+        ("data.max_prompt_length", "data.max_prompt_tokens"),
+        ("data.max_response_length", "rollout.max_new_tokens"),
+        ("data.prompt_key", "data.columns.prompt", "", lambda value: None if value == "prompt" else value),
+        ("data.shuffle", "data.shuffle"),
+        ("data.filter_overlong_prompts", "", "longer prompts are always dropped and counted"),
+        ("data.truncation", "", "prompts are never truncated; longer ones are dropped and counted"),
+        ("actor_rollout_ref.model.path", "model.path"),
+        (f"{_MODEL}.enable_gradient_checkpointing", "train.activation_checkpointing", "full", _if("full")),
+        ("actor_rollout_ref.model.use_remove_padding", "", "rows have no padding"),
+        ("actor_rollout_ref.model.lora_rank", "train.lora.rank", "", _above_zero),
+        ("actor_rollout_ref.model.lora_alpha", "train.lora.alpha"),
+        (f"{_MODEL}.target_modules", "train.lora.targets", "", lambda v: v if isinstance(v, list) else None),
+        ("actor_rollout_ref.hybrid_engine", "", "rollouts and trainer are separate processes"),
+        (f"{_ACTOR}.optim.lr", "train.lr"),
+        (f"{_ACTOR}.optim.weight_decay", "train.weight_decay"),
+        (f"{_ACTOR}.optim.lr_warmup_steps", "train.warmup_steps", "", _above_zero),
+        (f"{_ACTOR}.ppo_mini_batch_size", "train.updates_per_step", "train_batch_size / ppo_mini_batch_size",
+         _by_hand),
+        (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "train.micro_batch_tokens", ROWS, _by_hand),
+        (f"{_ACTOR}.ppo_micro_batch_size", "train.micro_batch_tokens", ROWS, _by_hand),
+        (f"{_ACTOR}.ppo_max_token_len_per_gpu", "train.micro_batch_tokens"),
+        (f"{_ACTOR}.use_dynamic_bsz", "", "batches are always balanced by tokens"),
+        (f"{_ACTOR}.ppo_epochs", "", "a sample is trained once"),
+        (f"{_ACTOR}.use_kl_loss", "algorithm.kl_coef", "0 is off", _by_hand),
+        (f"{_ACTOR}.kl_loss_coef", "algorithm.kl_coef"),
+        (f"{_ACTOR}.kl_loss_type", "algorithm.kl_estimator", "", {"low_var_kl": "k3", "k3": "k3", "k2": "k2"}.get),
+        (f"{_ACTOR}.entropy_coeff", "", "no loss here has an entropy bonus", _by_hand),
+        (f"{_ACTOR}.clip_ratio", "algorithm.clip_low", "and algorithm.clip_high"),
+        (f"{_ACTOR}.clip_ratio_low", "algorithm.clip_low"),
+        (f"{_ACTOR}.clip_ratio_high", "algorithm.clip_high"),
+        (f"{_ACTOR}.clip_ratio_c", "algorithm.dual_clip"),
+        (f"{_ACTOR}.loss_agg_mode", "algorithm.over", "", OVER.get),
+        (f"{_ACTOR}.grad_clip", "train.clip_norm"),
+        (f"{_ACTOR}.fsdp_config.param_offload", "train.offload", "", _if(True)),
+        (f"{_ACTOR}.fsdp_config.optimizer_offload", "train.offload", "", _if(True)),
+        (f"{_ROLLOUT}.name", "rollout.engine", "vllm or local", lambda value: "vllm" if value == "vllm" else None),
+        (f"{_ROLLOUT}.n", "algorithm.group_size"),
+        (f"{_ROLLOUT}.temperature", "rollout.temperature"),
+        (f"{_ROLLOUT}.top_p", "rollout.top_p"),
+        (f"{_ROLLOUT}.top_k", "rollout.top_k", "0 is off", _above_zero),
+        (f"{_ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
+        (f"{_ROLLOUT}.gpu_memory_utilization", "rollout.vllm_args.gpu_memory_utilization"),
+        (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "train.micro_batch_tokens", ROWS, _by_hand),
+        (f"{_REF}.log_prob_micro_batch_size_per_gpu", "train.micro_batch_tokens", ROWS, _by_hand),
+        (f"{_REF}.fsdp_config.param_offload", "", "the reference is a worker of its own"),
+        ("critic.optim.lr", "critic.lr"),
+        ("critic.model.path", "critic.path"),
+        ("reward_model.reward_manager", "reward.fn", "your compute_score runs as it is", _by_hand),
+        ("custom_reward_function.path", "reward.fn", "PATH:NAME", _by_hand),
+        ("custom_reward_function.name", "reward.fn", "PATH:NAME", _by_hand),
+        ("trainer.total_training_steps", "run.steps", "", _above_zero),
+        ("trainer.total_epochs", "run.steps", EPOCHS, _by_hand),
+        ("trainer.save_freq", "checkpoint.every", "", _above_zero),
+        ("trainer.test_freq", "eval.every", "", _above_zero),
+        ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last"),
+        ("trainer.experiment_name", "run.name"),
+        ("trainer.project_name", "tracking", "of a tracker: [{type: wandb, project: ...}]", _by_hand),
+        ("trainer.logger", "tracking", "a list, such as [wandb]", _by_hand),
+        ("trainer.default_local_dir", "run.folder"),
+        ("trainer.n_gpus_per_node", "train.mesh", MESH, _by_hand),
+        ("trainer.nnodes", "train.mesh", MESH, _by_hand),
+        ("trainer.resume_mode", "run.resume", "", {"auto": "auto", "disable": "never"}.get),
+        ("trainer.val_before_train", "", "an evaluation comes before training wherever eval.every is set"),
+        ("trainer.critic_warmup", "algorithm.critic_warmup", "of ppo", _above_zero),
+    ),
+)  # fmt: skip
+_OTHERS: Sequence[Habit] = (
+    Habit("OpenRLHF", "pretrain", "model.path"),
+    Habit("OpenRLHF", "actor_learning_rate", "train.lr"),
+    Habit("OpenRLHF", "n_samples_per_prompt", "algorithm.group_size"),
+    Habit("OpenRLHF", "rollout_batch_size", "train.groups_per_step"),
+    Habit("OpenRLHF", "micro_train_batch_size", "train.micro_batch_tokens", ROWS),
+    Habit("OpenRLHF", "prompt_max_len", "data.max_prompt_tokens"),
+    Habit("OpenRLHF", "generate_max_len", "rollout.max_new_tokens"),
+    Habit("OpenRLHF", "init_kl_coef", "algorithm.kl_coef"),
+    Habit("OpenRLHF", "advantage_estimator", "algorithm.type"),
+    Habit("OpenRLHF", "prompt_data", "data.path"),
+    Habit("OpenRLHF", "vllm_num_engines", "rollout.replicas"),
+    Habit("prime-rl", "max_async_level", "asynchrony.max_staleness"),
+    Habit("prime-rl", "rollouts_per_example", "algorithm.group_size"),
+    Habit("prime-rl", "seq_len", "rollout.max_context_tokens"),
+)
+HABITS: Sequence[Habit] = (*_TRL, *_VERL, *_OTHERS)
+_BY_NAME: Mapping[str, Habit] = {
+    **{habit.theirs.rpartition(".")[2]: habit for habit in reversed(HABITS)},
+    **{habit.theirs: habit for habit in HABITS},
+}
+
+
+SECTIONS = ("actor_rollout_ref", "trainer", "reward_model", "custom_reward_function")
+"""Sections of verl that have no name here."""
+
+
+def habit_of(key: str) -> Habit | None:
+    """Find the habit behind a key: by its whole dotted name, or by its last part."""
+    return _BY_NAME.get(key) or _BY_NAME.get(key.rpartition(".")[2])
+
+
+def habits_of(system: System) -> Mapping[str, Habit]:
+    """Return the keys of one trainer by their dotted names."""
+    return {habit.theirs: habit for habit in HABITS if habit.system == system}

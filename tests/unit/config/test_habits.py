@@ -1,0 +1,160 @@
+"""Keys of other trainers: hints in errors, conversion of whole files, and the table in the documentation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from algorithms.grpo import GRPO
+from algorithms.ppo import PPO
+from rlsys.cli import app
+from rlsys.config import Config
+from rlsys.config.habits import HABITS, Habit
+from rlsys.config.plugins import ALGORITHMS
+from rlsys.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+VERL_GRPO = """
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+data:
+  train_files: /data/sums/train.parquet
+  val_files: /data/sums/test.parquet
+  train_batch_size: 1024
+  max_prompt_length: 512
+  max_response_length: 1024
+  filter_overlong_prompts: true
+actor_rollout_ref:
+  model: {path: my-org/my-8b, use_remove_padding: true, enable_gradient_checkpointing: true}
+  actor:
+    optim: {lr: 1.0e-6}
+    ppo_mini_batch_size: 256
+    ppo_micro_batch_size_per_gpu: 32
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+    clip_ratio_high: 0.28
+  rollout: {name: vllm, n: 5, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.6}
+trainer: {experiment_name: my 8b, n_gpus_per_node: 8, nnodes: 2, save_freq: 20, test_freq: 5, total_epochs: 15}
+"""
+VERL_PPO = """
+algorithm.adv_estimator: gae
+algorithm.lam: 0.9
+data.train_files: [/data/a.parquet, /data/b.parquet]
+data.train_batch_size: 64
+actor_rollout_ref.model.path: my-org/my-1b
+actor_rollout_ref.model.lora_rank: 32
+actor_rollout_ref.rollout.n: 1
+critic.optim.lr: 1e-5
+custom_reward_function: {path: rewards.py, name: compute_score}
+trainer.total_training_steps: 200
+"""
+TRL_GRPO = json.dumps(
+    {
+        "model_name_or_path": "my-org/my-1b", "dataset_name": "my-org/sums", "learning_rate": 1e-6,
+        "num_generations": 8, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
+        "max_completion_length": 2048, "max_prompt_length": 512, "max_steps": 500, "temperature": 0.9, "top_p": 0.95,
+        "beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "use_peft": True, "lora_r": 16,
+        "lora_alpha": 32, "bf16": True, "use_vllm": True, "vllm_mode": "colocate", "seed": 42, "report_to": "wandb",
+        "reward_funcs": ["exact", "format"], "reward_weights": [1.0, 0.2], "output_dir": "out", "logging_steps": 10,
+    }
+)  # fmt: skip
+
+
+def converted(folder: Path, name: str, text: str) -> tuple[Config, str]:
+    (folder / name).write_text(text)
+    done = CliRunner().invoke(app, ["convert", str(folder / name)])
+    assert done.exit_code == 0, done.exception
+    (folder / "ours.yaml").write_text(done.stdout)
+    return Config.load(folder / "ours.yaml"), done.stdout
+
+
+def test_a_grpo_configuration_of_verl_is_converted(tmp_path: Path):
+    config, shown = converted(tmp_path, "grpo.yaml", VERL_GRPO)
+    assert config.algorithm == GRPO(group_size=5, kl_coef=0.001, kl_estimator="k3", clip_high=0.28)
+    assert (config.train.groups_per_step, config.train.updates_per_step, config.train.lr) == (1024, 4, 1e-6)
+    assert (config.rollout.tensor_parallel, config.rollout.vllm_args) == (2, {"gpu_memory_utilization": 0.6})
+    assert (config.run.name, config.checkpoint.every, config.eval.every) == ("my-8b", 20, 5)
+    assert "# look at: 16 GPUs: share them" in shown
+    assert "# look at: run.steps: 100 stands for epochs * rows / train.groups_per_step" in shown
+    assert "# left out: data.filter_overlong_prompts: True: longer prompts are always dropped and counted" in shown
+
+
+def test_a_ppo_configuration_of_dotted_keys_is_converted(tmp_path: Path):
+    config, _ = converted(tmp_path, "ppo.yaml", VERL_PPO)
+    assert config.algorithm == PPO(group_size=1, gae_lambda=0.9)
+    assert [source.path for source in config.data.sources] == ["/data/a.parquet", "/data/b.parquet"]
+    assert config.train.lora is not None and config.train.lora.rank == 32
+    assert (config.critic.lr, config.run.steps, config.reward.fn) == (1e-5, 200, "rewards.py:compute_score")
+
+
+def test_arguments_of_trl_are_converted(tmp_path: Path):
+    config, shown = converted(tmp_path, "grpo.json", TRL_GRPO)
+    assert type(config.algorithm).__name__ == "DrGRPO" and config.algorithm.group_size == 8
+    assert (config.train.groups_per_step, config.run.steps, config.model.dtype) == (8, 500, "bfloat16")
+    assert (config.rollout.temperature, config.rollout.top_p, config.rollout.engine) == (0.9, 0.95, "vllm")
+    assert [(spec.fn, spec.weight) for spec in config.reward.functions] == [("exact", 1.0), ("format", 0.2)]
+    assert "multiply it by their number (64 samples)" in shown
+    assert "# left out: vllm_mode: colocate" in shown and "# look at: report_to: wandb: tracking" in shown
+
+
+def test_every_key_is_converted_or_named(tmp_path: Path):
+    _, shown = converted(tmp_path, "grpo.yaml", VERL_GRPO + "mystery: {depth: 3}\n")
+    assert "# left out: mystery.depth: 3: not known" in shown
+
+
+@pytest.mark.parametrize("name", ["script.py", "other.yaml"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str):
+    (tmp_path / name).write_text("learning: 1\n")
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / name)])
+    assert isinstance(done.exception, ConfigError)
+    assert "neither a YAML of verl (with actor_rollout_ref) nor arguments of TRL" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("train.num_generations=8", "TRL's `num_generations` is `algorithm.group_size` here"),
+        ("train.gradient_accumulation_steps=8", r"is `train.groups_per_step` here (per_device_train_batch_size *"),
+        ("train.use_peft=true", "TRL's `use_peft` is `train.lora` here"),
+        ("rollout.repetition_penalty=1.1", "has no counterpart: the trainer could not compute the distribution"),
+        ("run.total_epochs=3", "verl's `trainer.total_epochs` is `run.steps` here"),
+        ("trainer.total_epochs=3", "it is a section of verl: `rlsys convert FILE` converts its configurations"),
+        ("train.max_async_level=2", "prime-rl's `max_async_level` is `asynchrony.max_staleness` here"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_with_ours(key: str, words: str):
+    with pytest.raises(ConfigError) as caught:
+        Config.load([], ["run.steps=100", "model.path=m", "data.path=d", key])
+    assert words in str(caught.value)
+
+
+def exists(key: str) -> bool:
+    tree = json.loads((ROOT / "docs" / "config.schema.json").read_text())
+    section, _, name = key.partition(".")
+    if section == "algorithm" and name != "type":
+        return any(hasattr(ALGORITHMS.find(each)(), name) for each in ALGORITHMS.installed())
+    at = tree
+    for part in key.split("."):
+        options = [at, *at.get("anyOf", [])]
+        options = [tree["$defs"][o["$ref"].rpartition("/")[2]] if "$ref" in o else o for o in options]
+        found = next((o["properties"][part] for o in options if part in o.get("properties", {})), None)
+        if found is None:
+            return any(o.get("type") == "object" and "properties" not in o for o in options)
+        at = found
+    return True
+
+
+@pytest.mark.parametrize("habit", [habit for habit in HABITS if habit.ours], ids=lambda habit: habit.theirs)
+def test_every_counterpart_is_a_key_of_ours(habit: Habit):
+    assert exists(habit.ours)
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code():
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    for habit in HABITS:
+        ours = f"`{habit.ours}`" if habit.ours else "none"
+        note = habit.note.replace("|", "\\|")
+        assert f"| {habit.system} | `{habit.theirs}` | {ours} | {note} |" in text, habit
