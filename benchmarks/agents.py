@@ -211,7 +211,9 @@ class SlowPolicy(ScriptedPolicy):
 
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         began_s = time.perf_counter()
         await asyncio.sleep(self.chance.uniform(SHORTEST_TURN_S, LONGEST_TURN_S))
         return await self.recite(prompt_ids, f"{time.perf_counter() - began_s:.7f}")

@@ -63,7 +63,9 @@ class HeldPolicy(ScriptedPolicy):
     num_waiting: int = 0
     num_cancelled: int = 0
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         self.num_waiting += 1
         try:
             await self.gate.wait()
@@ -72,7 +74,7 @@ class HeldPolicy(ScriptedPolicy):
             raise
         finally:
             self.num_waiting -= 1
-        return await super().sample(prompt_ids, seed, max_new_tokens)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
 
 
 @dataclass
@@ -81,7 +83,9 @@ class FailingPolicy(ScriptedPolicy):
 
     error: Exception = field(default_factory=RuntimeError)
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         raise self.error
 
 
@@ -89,7 +93,9 @@ class FailingPolicy(ScriptedPolicy):
 class PickyPolicy(ScriptedPolicy):
     """Has no room for what says `long`, a template that does not take `odd`, and never replies to `slow`."""
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         asked = "".join(map(chr, prompt_ids))
         if "long" in asked:
             raise TaskTooLong("rollout-0", "encoding a prompt", "too many tokens")
@@ -97,7 +103,7 @@ class PickyPolicy(ScriptedPolicy):
             raise DataError("the template takes no 'odd'")
         if "slow" in asked:
             await asyncio.Event().wait()
-        return await super().sample(prompt_ids, seed, max_new_tokens)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
 
 
 def user(text: str) -> Message:

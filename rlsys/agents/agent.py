@@ -85,8 +85,11 @@ class Policy(Protocol):
         for a text that is too large to be a prompt.
         """
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
-        """Sample one completion, with logprobs and versions, of at most `max_new_tokens` and the run's limit."""
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
+        """Sample one completion, with logprobs and versions, of at most `max_new_tokens` and the run's limit. It ends
+        after a text of `stop`, as after those of the run."""
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         """Return the turn for a given completion, with the current logprobs of its tokens and their version."""
@@ -160,25 +163,38 @@ class Agent:
     # ---------------------------------------------------------------------------------------------------- speaking
 
     async def chat(
-        self, prompt: Prompt | None, *, tools: tuple[ToolSchema, ...] = (), max_new_tokens: int | None = None
+        self,
+        prompt: Prompt | None,
+        *,
+        tools: tuple[ToolSchema, ...] = (),
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
     ) -> str:
         """Append `prompt` (text or messages) to the conversation, and return the policy's reply.
 
-        None continues from the current context. `max_new_tokens` can lower the run's limit, never raise it. Text is a
+        None continues from the current context. `max_new_tokens` can lower the run's limit, never raise it. The reply
+        ends after a text of `stop`, which is part of it. Text is a
         user's message; if the model has no chat template and no message came before, it is appended unchanged.
 
         `tools` are described to the policy; `act` also reads its calls. Raises `ContextFull` if the conversation no
         longer fits, `BudgetSpent` if a limit of the workflow is reached.
         """
-        return await self._exchange(prompt, tools, max_new_tokens=max_new_tokens)
+        return await self._exchange(prompt, tools, max_new_tokens=max_new_tokens, stop=stop)
 
-    async def act(self, prompt: Prompt | None, tools: Toolbox, *, max_new_tokens: int | None = None) -> Reply:
+    async def act(
+        self,
+        prompt: Prompt | None,
+        tools: Toolbox,
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> Reply:
         """Chat with tools on offer. Returns the reply with its calls, which `answer` runs.
 
         Tools that differ from those offered so far are described after `prompt`. Raises `ValueError` in a plain-text
         context, which cannot offer tools.
         """
-        text = await self._exchange(prompt, tools.schemas, max_new_tokens=max_new_tokens)
+        text = await self._exchange(prompt, tools.schemas, max_new_tokens=max_new_tokens, stop=stop)
         content, calls = read_calls(text, f"call_{self.number}_{len(self.turns) - 1}")
         return Reply(text, content, calls)
 
@@ -276,6 +292,7 @@ class Agent:
         tools: tuple[ToolSchema, ...] = (),
         *,
         max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
         recited: str | None = None,
     ) -> str:
         """Append `prompt`, record the policy's reply, sampled or `recited`, and return it."""
@@ -292,7 +309,7 @@ class Agent:
             if prompt is not None:
                 self._session.note(self, "user", prompt)
             if recited is None:
-                turn = await self._sampled(asked.ids, max_new_tokens)
+                turn = await self._sampled(asked.ids, max_new_tokens, stop)
             else:
                 turn = await self._policy.recite(asked.ids, recited)
         except TaskTooLong as error:
@@ -335,7 +352,7 @@ class Agent:
         ids = await self._policy.extend(before.ids, before.said, new, before.opened_with)
         return replace(before, said=(*before.said, *new), ids=ids, offered=tools or before.offered)
 
-    async def _sampled(self, prompt_ids: tuple[int, ...], max_new_tokens: int | None) -> Turn:
+    async def _sampled(self, prompt_ids: tuple[int, ...], max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; a reply has one token at least")
         session, policy = self._session, self._policy
@@ -350,7 +367,7 @@ class Agent:
         self._num_asked += 1
         num_sampled = 0
         try:
-            turn = await policy.sample(prompt_ids, seed, granted)
+            turn = await policy.sample(prompt_ids, seed, granted, stop)
             num_sampled = len(turn.output_ids)
         finally:
             purse.tokens += granted - num_sampled

@@ -73,12 +73,16 @@ class ScriptedPolicy:
     ) -> tuple[int, ...]:
         return ids + await self.append("\n" + _written(new))
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         prompt = "".join(map(chr, prompt_ids))
         self.asked.append((prompt, seed))
         await asyncio.sleep(0)
         reply = self.reply(prompt)
         most = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
+        ends = [place + len(each) for each in stop if (place := reply.find(each)) >= 0]
+        reply = reply[: min(ends, default=len(reply))]
         text = reply[:most]
         finish = "stop" if text == reply else "length"
         ids, logprobs = tuple(map(ord, text)), (-1.0,) * len(text)

@@ -129,12 +129,14 @@ class GroupRoute:
         work = partial(self.speech.codec.extend, ids, said, new, options, most=self.speech.max_context_tokens)
         return await self._tokenized(work, num_chars((said, new, options.tools)))
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         self._check_prompt(prompt_ids)
         sampling = self.speech.sampling
         room = self.speech.max_context_tokens - len(prompt_ids)
         most = min(sampling.max_new_tokens, room, room if max_new_tokens is None else max_new_tokens)
-        sampling = replace(sampling, max_new_tokens=most)
+        sampling = replace(sampling, max_new_tokens=most, stop=(*sampling.stop, *stop))
         done = self._begun(prompt_ids, sampling, seed)
         if done is None or done.finish is None:
             try:

@@ -33,7 +33,7 @@ _ENDS = "a reply ends where the policy ends it"
 _DRAWN = "the run decides how tokens are drawn"
 _SHOWN = "the run's chat template is what the policy is trained on"
 NOT_HERE: Mapping[str, str] = {
-    **dict.fromkeys(("stop", "stop_token_ids", "min_tokens", "ignore_eos"), _ENDS),
+    **dict.fromkeys(("stop_token_ids", "min_tokens", "ignore_eos"), _ENDS),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "best_of", "structured_outputs"), _DRAWN),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _DRAWN),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "echo"), _SHOWN),
@@ -145,6 +145,11 @@ class _ResponseFormat(_Lenient):
 
 
 _Limit = Annotated[int, Field(ge=1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _as_texts(stop: object) -> object:
+    return () if stop is None else (stop,) if isinstance(stop, str) else stop
 
 
 class ChatRequest(_Lenient):
@@ -159,6 +164,8 @@ class ChatRequest(_Lenient):
     max_tokens: _Limit | None = None
     max_completion_tokens: _Limit | None = None
     n: Literal[1] | None = None
+    stop: Annotated[tuple[_StopText, ...], Field(max_length=16), BeforeValidator(_as_texts)] = ()
+    """Texts that end the reply. They are sampled and recorded, and left out of the answer."""
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
@@ -194,6 +201,11 @@ class ChatRequest(_Lenient):
         """The client's limit, if any; the run's limit also applies."""
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return min(limits, default=None)
+
+
+def without_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a reply up to the first of these texts, as OpenAI's clients expect it."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
 
 
 def read_request(body: bytes) -> ChatRequest:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from rlsys.agents.agent import Agent, Context
-from rlsys.agents.gateway.chat_completions import ChatReply, ChatRequest, Refused
+from rlsys.agents.gateway.chat_completions import ChatReply, ChatRequest, Refused, without_stop
 from rlsys.agents.session import Session
 from rlsys.agents.tool_calls import message_of
 from rlsys.errors import ConfigError
@@ -64,14 +64,15 @@ class Conversations:
         agent = self._speaker(place, asked)
         new = asked.prompt[num_said:]
         try:
-            reply = await agent.act(new or None, asked.toolbox, max_new_tokens=asked.max_new_tokens)
+            reply = await agent.act(new or None, asked.toolbox, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
         except BaseException:
             place.idle.append(agent)
             raise
         number = len(agent.turns) - 1
-        said = Message(role="assistant", content=reply.text)
+        text = without_stop(reply.text, asked.stop)
+        said = Message(role="assistant", content=text)
         if asked.may_call:
-            said = message_of(reply.text, f"call_{agent.index}_{number}")
+            said = message_of(text, f"call_{agent.index}_{number}")
         for message in (*new, said):
             place = place.after.setdefault(_key(message), _Node())
         place.idle.append(agent)

@@ -53,6 +53,20 @@ def test_a_reply_is_openais_and_its_tokens_are_recorded():
     assert turn.logprobs == (-1.0,) * 4 and [(s.version, s.num_tokens) for s in turn.versions] == [(0, 4)]
 
 
+@pytest.mark.parametrize("stop", ["</answer>", ["never", "</answer>"]])
+def test_a_stop_text_ends_a_reply_is_recorded_and_not_told(stop: str | list[str]):
+    async def scenario(here: Served) -> list[str]:
+        first = (await here.chat(user("2+3?"), stop=stop)).choices[0].message.content
+        said = [user("2+3?"), {"role": "assistant", "content": first}, user("Sure?")]
+        return [first, (await here.chat(*said, stop=stop)).choices[0].message.content]
+
+    session = session_of(lambda prompt: "<answer>5</answer> and more")
+    assert served(session, scenario) == ["<answer>5", "<answer>5"]
+    (trajectory,) = session.episode().trajectories
+    assert [turn.text for turn in trajectory.turns] == ["<answer>5</answer>"] * 2
+    assert len(list(samples_of(trajectory))) == 1, "the conversation goes on from the recorded tokens"
+
+
 def test_a_stream_says_what_a_whole_reply_says():
     async def scenario(here: Served) -> tuple[str, list[Any], Any]:
         stream = await here.chat(user("?"), tools=[WEATHER], stream=True, stream_options={"include_usage": True})
@@ -354,7 +368,8 @@ def test_an_ended_session_gives_410_and_an_unknown_one_404():
     ("changed", "param", "message"),
     [
         ({"n": 2}, "n", "Input should be 1"),
-        ({"stop": ["\n"]}, None, "`stop` is not supported"),
+        ({"stop": [""]}, "stop.0", "at least 1 character"),
+        ({"stop": 5}, "stop", "valid tuple"),
         ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
         ({"modalities": ["audio"]}, "modalities.0", "'text'"),
@@ -415,10 +430,12 @@ def test_what_says_nothing_is_accepted():
 
 def test_a_context_over_the_limit_is_openais_error_and_truncates():
     class Short(ScriptedPolicy):
-        async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+        async def sample(
+            self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        ) -> Turn:
             if len(prompt_ids) > 60:
                 raise TaskTooLong("rollout-0", "encoding a prompt", "too many tokens")
-            return await super().sample(prompt_ids, seed, max_new_tokens)
+            return await super().sample(prompt_ids, seed, max_new_tokens, stop)
 
     async def scenario(here: Served) -> None:
         first = (await here.chat(user("a"))).choices[0].message

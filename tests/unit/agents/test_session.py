@@ -522,10 +522,12 @@ class Narrow(ScriptedPolicy):
 
     most: int = 40
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         if len(prompt_ids) > self.most:
             raise TaskTooLong("rollout-0", "encoding a prompt", f"{len(prompt_ids)} tokens")
-        return await super().sample(prompt_ids, seed, max_new_tokens)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
 
 
 def test_a_subagent_whose_context_is_full_ends_alone():
@@ -600,7 +602,9 @@ class Paced(ScriptedPolicy):
     num_running: int = 0
     num_cancelled: int = 0
 
-    async def sample(self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Turn:
         prompt = "".join(map(chr, prompt_ids))
         self.num_running += 1
         try:
@@ -611,7 +615,7 @@ class Paced(ScriptedPolicy):
             raise
         finally:
             self.num_running -= 1
-        return await super().sample(prompt_ids, seed, max_new_tokens)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
 
 
 async def family(session: Session) -> None:
