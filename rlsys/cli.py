@@ -205,6 +205,23 @@ def dashboard(
     served.serve()
 
 
+@app.command(context_settings=OVERRIDES)
+def serve(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a model folder, or org/name.")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8322,
+) -> None:
+    """Answer OpenAI clients with the newest policy of a run, or a model, until Ctrl-C.
+
+    Prints base URL, key and model name. It runs in this process, on the local engine. Set RLSYS_SERVE_TOKEN to choose
+    the key.
+    """
+    from rlsys import launch
+
+    launch.serve(target, host, port, _say, tuple(overrides or ()))
+
+
 @app.command()
 def tail(
     run: Run,

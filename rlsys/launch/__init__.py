@@ -8,6 +8,7 @@ works from the command line, from a Python script (also after a call of `ray.ini
 from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan
 from rlsys.launch.live_run import Run, start, train
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, replay, replay_step
+from rlsys.launch.policy_serving import serve
 from rlsys.launch.preflight import look_up
 from rlsys.launch.train_run import TrainResult
 from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
@@ -26,6 +27,7 @@ __all__ = [
     "memory_plan",
     "replay",
     "replay_step",
+    "serve",
     "start",
     "train",
     "try_workflow",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 NAME = "rlsys workflow try"
 """Worker name in errors."""
+_NUMBERS = itertools.count(1)
 
 
 @asynccontextmanager
@@ -44,3 +46,22 @@ async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute
             generator = Generator(NAME, engine, speech, None, WeightChange("between", run.probe_tolerance))
             policies[name] = generator.begin(Ticket(NAME, 0, 0))
         yield policies
+
+
+@asynccontextmanager
+async def sampling_as(
+    policy: GroupRoute, *, temperature: float | None, top_p: float | None
+) -> AsyncIterator[GroupRoute]:
+    """The same policy with other sampling, for one request; None: as it is. Ends its requests at exit."""
+    generator, sampling = policy.place, policy.speech.sampling
+    sampling = replace(
+        sampling,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=sampling.top_p if top_p is None else top_p,
+    )
+    route = generator.begin(Ticket(NAME, next(_NUMBERS), 0))
+    route.speech = replace(policy.speech, sampling=sampling)
+    try:
+        yield route
+    finally:
+        await generator.end(route, is_again=False, keep_partials=False)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import orjson
 from pydantic import (
@@ -203,12 +203,15 @@ class ChatRequest(_Lenient):
         return min(limits, default=None)
 
 
+R = TypeVar("R", bound=ChatRequest)
+
+
 def without_stop(text: str, stop: Sequence[str]) -> str:
     """Return a reply up to the first of these texts, as OpenAI's clients expect it."""
     return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
 
 
-def read_request(body: bytes) -> ChatRequest:
+def read_request(body: bytes, kind: type[R] = ChatRequest) -> R:
     """Parse and check the body. Raises `Refused` with status 400, which names every invalid field, and
     of a list the first invalid entry."""
     try:
@@ -218,7 +221,7 @@ def read_request(body: bytes) -> ChatRequest:
     if not isinstance(asked, dict):
         raise Refused(400, "the body is not a JSON object")
     try:
-        request = ChatRequest.model_validate(asked)
+        request = kind.model_validate(asked)
         orjson.dumps([tool.parameters for tool in request.toolbox.tools.values()])
     except ValidationError as error:
         raise _refusal(error) from None

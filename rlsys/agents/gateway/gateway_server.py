@@ -186,7 +186,7 @@ class Gateway:
         self.endpoints: dict[int, Endpoint] = {}
         """Endpoints of open sessions, by number."""
         self._num_sessions = 0
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._written, _in_openai_form, self._bounded])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._written, in_openai_form, self._bounded])
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/s/{session}/v1/models", self._models)
         app.router.add_get("/s/{session}/v1/models/{model:.+}", self._model)
@@ -286,22 +286,24 @@ class Gateway:
         return await handler(request)
 
     async def _models(self, request: web.Request) -> web.Response:
-        models = [_model_object(name) for name in self._endpoint(request).models]
+        models = [model_object(name) for name in self._endpoint(request).models]
         return web.Response(body=orjson.dumps({"object": "list", "data": models}), content_type="application/json")
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name not in self._endpoint(request).models:
             raise Refused(404, f"there is no model {name!r}", code="model_not_found", param="model")
-        return web.Response(body=orjson.dumps(_model_object(name)), content_type="application/json")
+        return web.Response(body=orjson.dumps(model_object(name)), content_type="application/json")
 
 
-def _model_object(name: str) -> Json:
+def model_object(name: str) -> Json:
+    """Description of a model in OpenAI's form."""
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "rlsys"}
 
 
 @web.middleware
-async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn a `Refused` and the errors of HTTP into answers in OpenAI's form."""
     try:
         return await handler(request)
     except Refused as error:

@@ -1,0 +1,87 @@
+"""`rlsys serve`: the newest policy of a run, or a model, behind OpenAI's API, in this process and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from rlsys.agents.agent import Policy
+from rlsys.agents.gateway.policy_server import PolicyServer, ServedRequest
+from rlsys.config import Config
+from rlsys.errors import ConfigError
+from rlsys.launch import preflight
+from rlsys.launch.offline_commands import exported
+from rlsys.loop.checkpoint import CONFIG
+from rlsys.types import POLICY
+
+TOKEN_VARIABLE = "RLSYS_SERVE_TOKEN"
+_MIN_TOKEN = 16
+
+
+def serve(target: str, host: str, port: int, tell: Callable[[str], object], overrides: tuple[str, ...] = ()) -> None:
+    """Serve the newest checkpoint of a run directory, or a model, until Ctrl-C. `tell` gets the lines to print.
+
+    Raises `ConfigError` if the address cannot be listened on or the token is too short, `CheckpointError` or
+    `ModelError` if there is no such policy.
+    """
+    config, name = config_to_serve(target, overrides)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe()
+    if len(token) < _MIN_TOKEN:
+        raise ConfigError(f"{TOKEN_VARIABLE} has {len(token)} characters, and needs {_MIN_TOKEN}; leave it out for one")
+    asyncio.run(_serve(config, name, host, port, token, tell))
+
+
+def config_to_serve(target: str, overrides: tuple[str, ...] = ()) -> tuple[Config, str]:
+    """Configuration whose model is the policy, and the name to serve it under."""
+    preflight.prepare_imports()
+    run = Path(target)
+    if not (run / CONFIG).is_file():
+        keys = ["run.steps=1", f"model.path={json.dumps(target)}", "data.path=none", "stabilizer=null", *overrides]
+        config = Config.load([], keys)
+        preflight.check_model(config)
+        return config, run.name
+    preflight.check_code(run, run / CONFIG, list(overrides))
+    config = Config.load(run / CONFIG, list(overrides))
+    model = exported(preflight.checkpoint_of(run.absolute(), "latest"))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}), run.name
+
+
+@asynccontextmanager
+async def served(config: Config, name: str, token: str) -> AsyncIterator[PolicyServer]:
+    """Load the policy, and yield its server."""
+    from workers.rollout.local_policies import live_policies, sampling_as
+
+    async with live_policies(config) as policies:
+        route = policies[POLICY]
+
+        @asynccontextmanager
+        async def opened(asked: ServedRequest) -> AsyncIterator[Policy]:
+            async with sampling_as(route, temperature=asked.temperature, top_p=asked.top_p) as policy:
+                yield policy
+
+        yield PolicyServer(opened, name, token)
+
+
+async def _serve(config: Config, name: str, host: str, port: int, token: str, tell: Callable[[str], object]) -> None:
+    """Serve until the task is cancelled, which Ctrl-C does."""
+    async with served(config, name, token) as server:
+        runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        try:
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as error:
+                raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+            tell(f"base_url  http://{host}:{runner.addresses[0][1]}/v1")
+            tell(f"api_key   {token}")
+            tell(f"model     {name}")
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
