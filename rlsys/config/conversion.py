@@ -105,6 +105,10 @@ def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
         made.set("train.groups_per_step", max(1, samples // group_size))
         made.notes.append(f"train.groups_per_step is for one device: multiply it by their number ({samples} samples)")
         done |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    if (schedule := theirs.get("lr_scheduler_type")) in ("linear", "cosine"):
+        made.set("train.lr_schedule", schedule)
+        made.set("train.final_lr_fraction", 0.0)
+        done.add("lr_scheduler_type")
     if made.get("train.lora") is None and any(key.startswith("lora_") for key in theirs):
         made.set("train.lora", {})
     if isinstance(functions := made.get("reward.fn"), list):

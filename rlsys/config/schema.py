@@ -258,7 +258,9 @@ class TrainSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from 0 to `lr`."""
     final_lr_fraction: Fraction = 1.0
-    """Learning rate of the last step over `lr`, reached linearly after the warm-up; 1 keeps it constant."""
+    """Learning rate of the last step over `lr`, reached by `lr_schedule` after the warm-up; 1 keeps it constant."""
+    lr_schedule: Literal["linear", "cosine"] = "linear"
+    """Way from `lr` to `final_lr_fraction` of it after the warm-up: a line, or half a cosine."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: NonNegativeFloat = 0.0

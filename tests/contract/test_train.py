@@ -11,8 +11,10 @@ from typing import Literal
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from benchmarks.measure import in_fresh_process
 from rlsys.algorithm import Algorithm
@@ -357,3 +359,16 @@ def test_learning_rate_warms_up_then_decays_to_its_final_fraction() -> None:
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[9] == pytest.approx(0.6)
     assert rates[14:] == pytest.approx([0.2] * 6)
+
+
+@given(st.integers(0, 20), st.integers(1, 200))
+def test_a_cosine_schedule_is_that_of_transformers(warmup_steps: int, decay_steps: int) -> None:
+    total = warmup_steps + decay_steps
+    settings = OptimizerSettings(
+        lr=1.0, warmup_steps=warmup_steps, total_steps=total, final_lr_fraction=0.0, lr_schedule="cosine"
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_cosine_schedule_with_warmup(optimizer, warmup_steps, total).lr_lambdas[0]
+    ours = [learning_rate(step, settings) for step in range(warmup_steps, total)]
+    assert ours == pytest.approx([theirs(step) for step in range(warmup_steps, total)])
+    assert learning_rate(total, settings) == pytest.approx(0.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
-from typing import TYPE_CHECKING, Any
+from math import cos, pi, sqrt
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.stabilizer import inner_product
 
@@ -30,11 +30,13 @@ class OptimizerSettings:
     warmup_steps: int = 0
     total_steps: int
     final_lr_fraction: float = 1.0
+    lr_schedule: Literal["linear", "cosine"] = "linear"
     """Final learning rate as a fraction of the peak; 1 keeps it constant."""
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:
-    """Learning rate of optimizer step `step`, counted from 0: up over `warmup_steps`, then linearly down to the end.
+    """Learning rate of optimizer step `step`, counted from 0: up over `warmup_steps`, then down to the end, linearly or
+    by half a cosine (SGDR without restarts, arXiv:1608.03983, eq. 5).
 
     It depends only on the step, so a resumed run needs no scheduler state.
     """
@@ -42,6 +44,8 @@ def learning_rate(step: int, settings: OptimizerSettings) -> float:
         return settings.lr * (step + 1) / settings.warmup_steps
     decay_steps = max(1, settings.total_steps - settings.warmup_steps)
     done = min(1.0, (step - settings.warmup_steps) / decay_steps)
+    if settings.lr_schedule == "cosine":
+        done = (1 - cos(pi * done)) / 2
     return settings.lr * (1 - done * (1 - settings.final_lr_fraction))
 
 
@@ -56,6 +60,7 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
         warmup_steps=train.warmup_steps,
         total_steps=config.run.steps,
         final_lr_fraction=train.final_lr_fraction,
+        lr_schedule=train.lr_schedule,
     )
 
 

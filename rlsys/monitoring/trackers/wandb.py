@@ -28,6 +28,14 @@ class WandB(StepTracker):
     """Project of the run."""
     entity: str | None = None
     """User or team; None: the default of the API key."""
+    name: str | None = None
+    """Name of the run there; None: `run.name`."""
+    group: str | None = None
+    """Group of runs; None: none, or the run of several policies."""
+    tags: tuple[str, ...] = ()
+    """Tags, e.g. `[sums, grpo]`."""
+    notes: str | None = None
+    """Description of the run."""
     mode: Literal["online", "offline"] | None = None
     """offline: write to `RUN/tracking/wandb`, for a later `wandb sync`. None: the value of the variable WANDB_MODE,
     else online."""
@@ -40,8 +48,10 @@ class WandB(StepTracker):
         opened = wandb.init(
             project=self.project,
             entity=self.entity,
-            name=run.title,
-            group=run.name if run.policy else None,
+            name=run.title if self.name is None else run.title.replace(run.name, self.name, 1),
+            group=self.group or (run.name if run.policy else None),
+            tags=self.tags or None,
+            notes=self.notes,
             id=identity,
             resume="allow",
             mode=self.mode,

@@ -59,6 +59,7 @@ TRL_GRPO = json.dumps(
         "beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "use_peft": True, "lora_r": 16,
         "lora_alpha": 32, "bf16": True, "use_vllm": True, "vllm_mode": "colocate", "seed": 42, "report_to": "wandb",
         "reward_funcs": ["exact", "format"], "reward_weights": [1.0, 0.2], "output_dir": "out", "logging_steps": 10,
+        "lr_scheduler_type": "cosine",
     }
 )  # fmt: skip
 
@@ -94,6 +95,7 @@ def test_arguments_of_trl_are_converted(tmp_path: Path):
     config, shown = converted(tmp_path, "grpo.json", TRL_GRPO)
     assert type(config.algorithm).__name__ == "DrGRPO" and config.algorithm.group_size == 8
     assert (config.train.groups_per_step, config.run.steps, config.model.dtype) == (8, 500, "bfloat16")
+    assert (config.train.lr_schedule, config.train.final_lr_fraction) == ("cosine", 0.0)
     assert (config.rollout.temperature, config.rollout.top_p, config.rollout.engine) == (0.9, 0.95, "vllm")
     assert [(spec.fn, spec.weight) for spec in config.reward.functions] == [("exact", 1.0), ("format", 0.2)]
     assert "multiply it by their number (64 samples)" in shown

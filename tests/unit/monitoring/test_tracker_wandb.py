@@ -59,6 +59,20 @@ def test_a_resumed_run_goes_on_under_the_same_id(folder: Path):
         assert (run.run_id, run.project, run.display_name) == (identity, "arithmetic", "sums")
 
 
+def test_name_group_tags_and_notes_are_those_of_the_configuration(tmp_path: Path):
+    plugin = WandB(mode="offline", name="lr 1e-5", group="sweep", tags=("sums", "grpo"), notes="second try")
+    (tmp_path / "sums").mkdir()
+    sink = InThread(plugin, RunFacts(tmp_path / "sums", "sums", "", CONFIG), patience_s=60)
+    for event in (RunStarted("", 0, 20), StepDone(1, {"reward/mean": 0.5}), RunEnded(1, "finished")):
+        sink.handle(event, 0.0)
+    sink.close()
+    (file,) = (tmp_path / "sums" / "tracking").glob("wandb/offline-run-*/*.wandb")
+    (run,) = (record.run for record in read(file) if record.WhichOneof("record_type") == "run")
+    assert (run.display_name, run.run_group, list(run.tags), run.notes) == (
+        "lr 1e-5", "sweep", ["sums", "grpo"], "second try",
+    )  # fmt: skip
+
+
 def test_configuration_and_rows_are_logged_with_the_step_axis(folder: Path):
     before, after = (read(file) for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")))
     told = config(before)
