@@ -22,9 +22,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Self, SupportsFloat
 
@@ -32,7 +32,7 @@ import cloudpickle
 
 from rlsys.errors import CannotScore, ConfigError
 from rlsys.rewards.reward_registry import described, find
-from rlsys.types import Episode, Json, Score, Task
+from rlsys.types import Episode, Json, PolicyVersion, Score, Task
 
 ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id", "source")
 """Names that every function of one completion can request, for any columns. `ground_truth` is the answer if the row has
@@ -42,8 +42,9 @@ VERL = ("solution_str", "data_source", "extra_info")
 default "" and {}."""
 TRL = ("completions", "prompts", "trainer_state", "log_extra", "log_metric")
 """More names for a function of a group, which cannot request `completion` and `prompt`. Every column is a list. Prompts
-and completions are lists of messages if the task's prompt is. `trainer_state` is None, and logged values are discarded.
-"""
+and completions are lists of messages if the task's prompt is. `trainer_state.global_step` is the number of optimizer
+steps behind the weights that sampled. Logged numbers are parts of the scores, and so metrics `reward/by/...`; other
+logged values are discarded."""
 MODEL = "model"
 """Name of the reward model in metrics and failures; it is weighted and summed like a function."""
 NOT_APPLICABLE = Score(None, "not applicable")
@@ -135,12 +136,18 @@ class RewardInput:
     text: str
     ids: tuple[int, ...] = ()
     """Tokens of the text; empty if no function requests them."""
+    version: PolicyVersion = 0
+    """Of the newest token."""
 
     @classmethod
     def of(cls, episode: Episode, *, with_ids: bool = True) -> Self:
         """Take the last turn of an episode's root; empty if there is none."""
         turns = episode.trajectories[0].turns
-        return cls(turns[-1].text, turns[-1].output_ids if with_ids else ()) if turns else cls("")
+        if not turns:
+            return cls("")
+        last = turns[-1]
+        version = last.versions[-1].version if last.versions else 0
+        return cls(last.text, last.output_ids if with_ids else (), version)
 
 
 @dataclass(frozen=True)
@@ -209,15 +216,23 @@ class RewardFunction:
         Plain functions run here, outside the event loop, so that they may start a loop.
         """
         if self.is_batched:
-            return [self._called(task, _of_group(task, completions))]
+            logged = _Logged([{} for _ in completions])
+            result = self._called(task, _of_group(task, completions, logged))
+            return [_awaited_with(result, logged) if inspect.isawaitable(result) else (result, logged)]
         return [self._called(task, {**task.info, **self._of_one(task, c)}) for c in completions]
 
     def scores(self, results: Sequence[object], num_completions: int) -> list[Score]:
         """Convert the results of the calls, see `results_of`, to one score per completion."""
         if not self.is_batched:
             return [score_of(result) for result in results]
-        (result,) = results
-        return [result] * num_completions if isinstance(result, Score) else scores_of_list(result, num_completions)
+        (outcome,) = results
+        if isinstance(outcome, Score):
+            return [outcome] * num_completions
+        assert isinstance(outcome, tuple)
+        result, logged = outcome
+        if isinstance(result, Score):
+            return [result] * num_completions
+        return logged.added_to(scores_of_list(result, num_completions))
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -296,7 +311,40 @@ def _of_task(task: Task) -> dict[str, object]:
     return known if "source" in task.info else {**known, "source": task.source}
 
 
-def _of_group(task: Task, completions: Sequence[RewardInput]) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What TRL's reward functions read of the trainer's state."""
+
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """Numbers that a function of a group logs, as TRL's `log_metric(name, value)` and `log_extra(column, values)`."""
+
+    parts: list[dict[str, float]]
+    """By name, for each completion."""
+
+    def metric(self, name: str, value: object) -> None:
+        self.extra(name, [value] * len(self.parts))
+
+    def extra(self, name: str, values: Sequence[object]) -> None:
+        for own, value in zip(self.parts, values, strict=False):
+            if isinstance(value, SupportsFloat) and math.isfinite(number := float(value)):
+                own[str(name)] = number
+
+    def added_to(self, scores: Sequence[Score]) -> list[Score]:
+        return [
+            replace(score, parts={**score.parts, **own}) if score.value is not None else score
+            for score, own in zip(scores, self.parts, strict=True)
+        ]
+
+
+async def _awaited_with(result: Awaitable[object], logged: _Logged) -> tuple[object, _Logged]:
+    return await result, logged
+
+
+def _of_group(task: Task, completions: Sequence[RewardInput], logged: _Logged) -> dict[str, object]:
     """Collect the arguments for a function of a group; every list has one entry per completion."""
     columns = {**task.info, **_of_task(task)}
     if isinstance(task.prompt, str):
@@ -309,14 +357,10 @@ def _of_group(task: Task, completions: Sequence[RewardInput]) -> dict[str, objec
         "prompts": prompts,
         "completions": said,
         "completion_ids": [list(c.ids) for c in completions],
-        "trainer_state": None,
-        "log_extra": _log_nothing,
-        "log_metric": _log_nothing,
+        "trainer_state": TrainerState(max(c.version for c in completions)),
+        "log_extra": logged.extra,
+        "log_metric": logged.metric,
     }
-
-
-def _log_nothing(name: str, value: object) -> None:
-    """Placeholder for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
 
 
 # ------------------------------------------------------------------------------------------------------------ results

@@ -26,7 +26,7 @@ from rlsys.rewards.reward_function import (
     total,
     weighted,
 )
-from rlsys.types import Json, Score, Task
+from rlsys.types import Episode, Json, Score, Task, Trajectory, Turn, VersionSpan
 
 TASK = Task(id="t1", prompt="Sort 312", answer="123", info={"level": "easy"})
 CHAT = Task(id="t2", prompt=({"role": "user", "content": "Sort 312"},), answer="123")
@@ -187,7 +187,7 @@ def judge(prompts, completions, level, log_extra=None, log_metric=None, trainer_
         log_extra("length", [len(c) for c in completions])
     if log_metric:
         log_metric("accuracy", 0.5)
-    assert trainer_state is None and set(kwargs) >= {"answer", "completion_ids", "task_id"}
+    assert trainer_state.global_step == 0 and set(kwargs) >= {"answer", "completion_ids", "task_id"}
     return [len(c) if kind == "easy" else None for c, kind in zip(completions, level)]
 """
 ASYNC = """
@@ -211,7 +211,8 @@ def test_a_trl_function_of_conversations_runs_unchanged(values) -> None:
 
 
 def test_a_trl_function_of_one_kind_of_task_runs_unchanged(scores) -> None:
-    assert scores(TASK_SPECIFIC, "abc", "") == [Score(3.0), Score(0.0)]
+    logged = [{"length": 3.0, "accuracy": 0.5}, {"length": 0.0, "accuracy": 0.5}]
+    assert scores(TASK_SPECIFIC, "abc", "") == [Score(3.0, parts=logged[0]), Score(0.0, parts=logged[1])]
     hard = Task(id="t", prompt="p", info={"level": "hard"})
     assert scores(TASK_SPECIFIC, "abc", task=hard) == [NOT_APPLICABLE]
 
@@ -462,3 +463,11 @@ def test_the_order_of_functions_changes_nothing(given_values: list[tuple[int | N
     assert total(scores) == total(scores[::-1])
     applicable = [value * weight for value, weight in given_values if value is not None]
     assert total(scores).value == (sum(applicable) if applicable else None)
+
+
+def test_the_global_step_of_trl_is_the_version_that_sampled(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text("def judge(completions, trainer_state): return [trainer_state.global_step]\n")
+    turn = Turn((1,), (2, 3), (-1.0, -1.0), (VersionSpan(6, 1), VersionSpan(7, 1)), "stop", "ab")
+    rewards = RewardSum([RewardSpec(f"{tmp_path}/judges.py:judge", "judge")])
+    given = RewardInput.of(Episode((Trajectory("policy", (turn,)),)))
+    assert rewards.score(Task(id="t", prompt="p"), [given])[0].value == 7.0
