@@ -34,9 +34,10 @@ from rlsys.errors import CannotScore, ConfigError
 from rlsys.rewards.reward_registry import described, find
 from rlsys.types import Episode, Json, PolicyVersion, Score, Task
 
-ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id", "source")
+ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id", "source", "episode")
 """Names that every function of one completion can request, for any columns. `ground_truth` is the answer if the row has
-no such column, and `completion_ids` are the tokens that the policy sampled."""
+no such column, and `completion_ids` are the tokens that the policy sampled. `episode` is the whole
+`rlsys.types.Episode`, of all agents and turns."""
 VERL = ("solution_str", "data_source", "extra_info")
 """More names for a function with the argument `solution_str`, the completion. The others are columns of the row, by
 default "" and {}."""
@@ -86,6 +87,11 @@ class RewardSum:
     def wants_ids(self) -> bool:
         """True if a function requests the tokens of completions."""
         return any(function.wants_ids for _, function in self._functions)
+
+    @property
+    def wants_episodes(self) -> bool:
+        """True if a function requests whole episodes."""
+        return any("episode" in function.requested for _, function in self._functions)
 
     def score(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Score completions of one task, in order. An exception of a function becomes a score without a value."""
@@ -138,16 +144,19 @@ class RewardInput:
     """Tokens of the text; empty if no function requests them."""
     version: PolicyVersion = 0
     """Of the newest token."""
+    episode: Episode | None = None
+    """None if no function requests it."""
 
     @classmethod
-    def of(cls, episode: Episode, *, with_ids: bool = True) -> Self:
+    def of(cls, episode: Episode, *, with_ids: bool = True, with_episode: bool = True) -> Self:
         """Take the last turn of an episode's root; empty if there is none."""
+        whole = episode if with_episode else None
         turns = episode.trajectories[0].turns
         if not turns:
-            return cls("")
+            return cls("", episode=whole)
         last = turns[-1]
         version = last.versions[-1].version if last.versions else 0
-        return cls(last.text, last.output_ids if with_ids else (), version)
+        return cls(last.text, last.output_ids if with_ids else (), version, whole)
 
 
 @dataclass(frozen=True)
@@ -246,6 +255,7 @@ class RewardFunction:
             "completion": completion.text,
             "completion_ids": list(completion.ids),
             "prompt": task.prompt,
+            "episode": completion.episode,
         }
         if "solution_str" in self.requested:
             given["solution_str"] = completion.text
@@ -357,6 +367,7 @@ def _of_group(task: Task, completions: Sequence[RewardInput], logged: _Logged) -
         "prompts": prompts,
         "completions": said,
         "completion_ids": [list(c.ids) for c in completions],
+        "episode": [c.episode for c in completions],
         "trainer_state": TrainerState(max(c.version for c in completions)),
         "log_extra": logged.extra,
         "log_metric": logged.metric,

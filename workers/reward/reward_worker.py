@@ -64,7 +64,8 @@ class RewardWorker:
         With a `model`, its value is one more part of the reward, and there may be no functions. Raises `ConfigError` if
         a function cannot be found.
         """
-        self._wants_ids = RewardSum(specs).wants_ids
+        asked = RewardSum(specs)
+        self._wants_ids, self._wants_episodes = asked.wants_ids, asked.wants_episodes
         self.name, self._timeout_s = name, timeout_s
         self._late = Score(None, f"took longer than {timeout_s:g} s")
         self._is_slow = False
@@ -137,6 +138,9 @@ class RewardWorker:
         episodes = with_episode(group, episode, donor[donor_episode])
         return versions_of(episodes, policy), (episodes,)
 
+    def _input(self, episode: Episode) -> RewardInput:
+        return RewardInput.of(episode, with_ids=self._wants_ids, with_episode=self._wants_episodes)
+
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         """One score per episode, in order.
 
@@ -147,7 +151,7 @@ class RewardWorker:
         scores = [known_score(episode) for episode in episodes]
         unjudged = [i for i, score in enumerate(scores) if score is None]
         if unjudged:
-            scored = await self._judge(task, [RewardInput.of(episodes[i], with_ids=self._wants_ids) for i in unjudged])
+            scored = await self._judge(task, [self._input(episodes[i]) for i in unjudged])
             for i, score in zip(unjudged, scored, strict=True):
                 scores[i] = score
         return tuple(score for score in scores if score is not None)

@@ -94,7 +94,7 @@ def test_a_default_stands_in_for_an_absent_column(load, values) -> None:
 
 def test_double_star_takes_everything(scores) -> None:
     (score,) = scores("def judge(completion, **columns): return sorted(columns)", "x")
-    assert "['answer', 'completion_ids', 'ground_truth', 'info', " in score.failure
+    assert "['answer', 'completion_ids', 'episode', 'ground_truth', " in score.failure
 
 
 def test_a_column_cannot_hide_what_is_always_there(values) -> None:
@@ -111,7 +111,7 @@ def test_the_tokens_of_a_completion_can_be_asked_for(load, values) -> None:
 
 def test_an_argument_missing_from_the_columns_is_refused(load) -> None:
     judge = load("def judge(completion, anwser): return 0")
-    with pytest.raises(ConfigError, match=r"asks for anwser.*available are completion, .*, task_id, source, level"):
+    with pytest.raises(ConfigError, match=r"asks for anwser.*available are completion, .*task_id, .*episode, level"):
         judge.check(["level"])
     load("def judge(level): return 0").check(["level"])
 
@@ -471,3 +471,12 @@ def test_the_global_step_of_trl_is_the_version_that_sampled(tmp_path: Path) -> N
     rewards = RewardSum([RewardSpec(f"{tmp_path}/judges.py:judge", "judge")])
     given = RewardInput.of(Episode((Trajectory("policy", (turn,)),)))
     assert rewards.score(Task(id="t", prompt="p"), [given])[0].value == 7.0
+
+
+def test_a_function_that_asks_for_it_gets_the_whole_episode(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text("def judge(episode): return episode.num_tool_calls + 2\n")
+    turn = Turn((1,), (2,), (-1.0,), (VersionSpan(0, 1),), "stop", "a")
+    rewards = RewardSum([RewardSpec(f"{tmp_path}/judges.py:judge", "judge")])
+    episode = Episode((Trajectory("lead", (turn,)), Trajectory("helper", (turn,), parent=0)), num_tool_calls=3)
+    assert rewards.wants_episodes and not RewardSum([RewardSpec("exact", "exact")]).wants_episodes
+    assert rewards.score(Task(id="t", prompt="p"), [RewardInput.of(episode)])[0].value == 5.0
