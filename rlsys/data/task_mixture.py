@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from functools import cached_property
 
 from rlsys.data.task_source import Cursor, SourceState, TaskSource, TasksState
 from rlsys.errors import DataError
@@ -27,6 +27,12 @@ class TaskMixture:
         self._sources = sources
         self._weights = {name: weights[name] / total for name in sources}
         self._drawn = dict.fromkeys(sources, 0)
+
+    def __copy__(self) -> TaskMixture:
+        """Share the tasks, but not the place in them."""
+        other = TaskMixture({name: copy(source) for name, source in self._sources.items()}, self._weights)
+        other._drawn = dict(self._drawn)
+        return other
 
     def __len__(self) -> int:
         """Number of tasks of all sources together."""
@@ -94,13 +100,9 @@ class TaskMixture:
         self._drawn = {name: state.sources[name].num_drawn if is_same else 0 for name in self._sources}
         return notes
 
-    @cached_property
-    def _order(self) -> Sequence[str]:
-        return list(self._sources)
-
     def _next_source(self) -> str:
         num = sum(self._drawn.values()) + 1
         return max(
-            (name for name in self._order if self._weights[name] > 0),
+            (name for name in self._sources if self._weights[name] > 0),
             key=lambda name: self._weights[name] * num - self._drawn[name],
         )

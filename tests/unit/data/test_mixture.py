@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 
 import pytest
 from hypothesis import given, settings
@@ -66,6 +67,13 @@ def test_every_source_offers_each_of_its_tasks_once_per_epoch(weights: dict[str,
         own = [each for each in ids if each.startswith(name)]
         epochs = [own[i : i + size] for i in range(0, len(own), size)]
         assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
+
+
+def test_a_copy_has_a_place_of_its_own():
+    stream = mixture(SIZES, {"a": 1, "b": 2, "c": 3})
+    drawn(stream, 7)
+    other = copy(stream)
+    assert drawn(other, 20) == drawn(stream, 20)
 
 
 def test_any_place_can_be_read_without_moving():
