@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
-from rlsys.config.chat_section import ChatSection
-from rlsys.config.loader import load_sections
+from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
+from rlsys.config.loader import load_sections, tree_in
 from rlsys.config.resource_plan import evaluation_roles, needs
 from rlsys.data.inspection import Inspection, Rendering, inspect
 from rlsys.data.row_adapters import AS_FOUND, Columns
@@ -188,7 +188,16 @@ def export(run: Path, to: Path, step: str = "latest", *, as_adapter: bool = Fals
     if as_adapter and config.train.lora is None:
         raise ConfigError(f"--adapter: {run} trained all weights (train.lora is null); leave the option out")
     export_checkpoint(config, checkpoint / "actor", to, as_adapter=as_adapter)
+    write_template(run / CONFIG, to)
     return to
+
+
+def write_template(config: Path, to: Path) -> None:
+    """Write the chat template that the run had in place of the tokenizer's, if any, so that others use it too."""
+    rollout = tree_in(config).get("rollout") or {}
+    chat = ChatSection.model_validate((rollout.get("chat") if isinstance(rollout, dict) else None) or {})
+    if chat.template is not None and chat.template != NO_TEMPLATE:
+        (to / "chat_template.jinja").write_text(chat.with_text().template or "", encoding="utf-8")
 
 
 def replay(folder: Path) -> ReplayedStep:

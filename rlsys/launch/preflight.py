@@ -340,10 +340,12 @@ def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
 
 
 def rooted(config: Config) -> Config:
-    """Copy of the configuration with absolute paths, because workers run in another folder."""
+    """Copy of the configuration with absolute paths, because workers run in another folder, and with the text of the
+    chat template, so that a resume has the same one."""
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
         "reward": config.reward.rooted(),
+        "rollout": config.rollout.model_copy(update={"chat": config.rollout.chat.with_text()}),
         "data": config.data.model_copy(
             update={
                 "path": config.data.path and _rooted(config.data.path),

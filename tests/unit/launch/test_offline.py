@@ -7,11 +7,13 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from examples.tiny_policy import build_tokenizer
 from rlsys.config import Config
 from rlsys.config.loader import load_sections
 from rlsys.errors import CheckpointError, ConfigError
-from rlsys.launch.offline_commands import EXPORTED, evaluate, export, exported, made_once
+from rlsys.launch.offline_commands import EXPORTED, evaluate, export, exported, made_once, write_template
 from rlsys.launch.preflight import check_code, rooted
 from rlsys.loop.checkpoint import CONFIG
 
@@ -103,3 +105,16 @@ def test_code_that_an_override_names_may_lie_in_a_run_folder(tmp_path: Path):
     check_code(run, run / CONFIG, [f"--reward.fn={run}/planted.py:score"])
     with pytest.raises(ConfigError, match=r"reward.fn: .* is code in the run folder"):
         check_code(run, run / CONFIG, ["train.lr=1"])
+
+
+def test_an_exported_model_has_the_chat_template_of_its_run(tmp_path: Path):
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template)
+    (tmp_path / "config.yaml").write_text(f"rollout: {{chat: {{template: {tmp_path}/mine.jinja}}}}\n")
+    build_tokenizer().save_pretrained(tmp_path)
+    write_template(tmp_path / "config.yaml", tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == template
+    (tmp_path / "plain.yaml").write_text("rollout: {slots: 4}\n")
+    (tmp_path / "plain").mkdir()
+    write_template(tmp_path / "plain.yaml", tmp_path / "plain")
+    assert not list((tmp_path / "plain").iterdir())
