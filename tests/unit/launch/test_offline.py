@@ -7,7 +7,6 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.config import Config
@@ -16,6 +15,7 @@ from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.offline_commands import EXPORTED, evaluate, export, exported, made_once, write_template
 from rlsys.launch.preflight import check_code, rooted
 from rlsys.loop.checkpoint import CONFIG
+from workers.text.tokenizer import TextTokenizer
 
 PLANTED = """\
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_an_exported_model_has_the_chat_template_of_its_run(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(f"rollout: {{chat: {{template: {tmp_path}/mine.jinja}}}}\n")
     build_tokenizer().save_pretrained(tmp_path)
     write_template(tmp_path / "config.yaml", tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == template
+    assert TextTokenizer.load(tmp_path).template == template
     (tmp_path / "plain.yaml").write_text("rollout: {slots: 4}\n")
     (tmp_path / "plain").mkdir()
     write_template(tmp_path / "plain.yaml", tmp_path / "plain")
