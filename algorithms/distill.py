@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from algorithms.fields import RULES, ShareBelowOne
 from algorithms.functional import log_ratio
 from algorithms.policy_gradient import clipped
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TokenAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Distill(Algorithm):
     """On-policy distillation: policy gradient of the reverse KL to a teacher, on tokens that the policy sampled.
 
-    A token's advantage is A = log teacher - log policy, at sampling, of that token given the tokens before it, so that
-    E[A ∇log p] over the policy is the negative gradient of KL(policy || teacher) for the next token. Later tokens do
+    A token's advantage is A = log teacher - log policy of that token given the tokens before it, so that E[A ∇log p]
+    over the policy is the negative gradient of KL(policy || teacher) for the next token. The policy is the current
+    one: with an old sampler mu, it would be the gradient of KL(policy || teacher) - KL(policy || mu). Later tokens do
     not count (discount 0), as in GKD on the student's own outputs with the reverse KL (arXiv:2306.13649) and in
     Thinking Machines' "On-Policy Distillation" (2025), which uses this estimator. An importance ratio against the
     sampler, clipped as PPO's, corrects for older weights.
@@ -54,21 +55,18 @@ class Distill(Algorithm):
         return False
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        """Assign 1 to each trajectory; `token_advantages` has the numbers."""
+        """Assign 1 to each trajectory; `loss` has the advantages of tokens."""
         for (e, t), _ in group.trajectories():
             yield TrajectoryAdvantage(e, t, 1.0)
 
-    def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
-        """log teacher - log policy at sampling, within `max_advantage`."""
-        difference_N = inputs.columns_N[Signal.REFERENCE_LOGPROBS] - inputs.behavior_logprobs_N
-        return TokenAdvantages(difference_N.clamp(-self.max_advantage, self.max_advantage))
-
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         """-min(r A, clip(r) A) of each token."""
+        teacher_N = batch.columns_N[Signal.REFERENCE_LOGPROBS]
+        advantages_N = (teacher_N - logprobs_N.detach()).clamp(-self.max_advantage, self.max_advantage)
         ratio_N = log_ratio(logprobs_N, batch.behavior_logprobs_N).exp()
-        result = clipped(ratio_N, batch.advantages_N, self.clip_low, self.clip_high)
+        result = clipped(ratio_N, advantages_N, self.clip_low, self.clip_high)
         metrics_N = {
-            "distill/kl": -batch.advantages_N,
+            "distill/kl": batch.behavior_logprobs_N - teacher_N,
             "policy/clip_frac_low": result.is_low_N.float(),
             "policy/clip_frac_high": result.is_high_N.float(),
         }

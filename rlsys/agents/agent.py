@@ -233,9 +233,9 @@ class Agent:
             prompt = await self.answer(reply.calls, tools)
         raise self._stopped(BudgetSpent(f"{self.name} still called tools in turn {max_turns}, its last"))
 
-    async def recite(self, prompt: Prompt, reply: str) -> None:
+    async def recite(self, prompt: Prompt, reply: str, *, tools: tuple[ToolSchema, ...] = ()) -> None:
         """Chat with a given reply: it is recorded as the policy's reply, and nothing is sampled."""
-        await self._exchange(prompt, recited=reply)
+        await self._exchange(prompt, tools, recited=reply)
 
     # ----------------------------------------------------------------------------------------------------- context
 

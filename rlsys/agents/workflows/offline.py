@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from rlsys.agents.tool_calls import written_out
 from rlsys.agents.workflow import Session, SingleTurn, Workflow
 from rlsys.data.row_adapters import RowProblem, listed, message_of, named
 from rlsys.errors import ConfigError, DataError
@@ -34,7 +35,7 @@ class Offline(Workflow):
         label = label_of(session.task) if self.has_labels else 1.0
         session.reward(label)  # first, since a conversation that outgrows the context ends below
         for prompt, reply in exchanges_of(session.task):
-            await agent.recite(prompt, reply)
+            await agent.recite(prompt, reply, tools=session.task.tools)
 
     def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         """Raise `ConfigError` for keys that do not apply, `DataError` that lists the rows that cannot be used."""
@@ -116,7 +117,7 @@ def _replies_in(said: tuple[Message, ...], conversation: list[Json], column: str
         elif not said:
             raise RowProblem(f"the `{column}` has a message of the assistant that answers none; remove it, or join two")
         else:
-            yield said, _reply(message["content"])
+            yield said, _reply(written_out(message)["content"])
             said = ()
 
 

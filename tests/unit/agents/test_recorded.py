@@ -13,7 +13,7 @@ import torch
 from algorithms.kto import KTO
 from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn
-from rlsys.agents.workflows.offline import Offline
+from rlsys.agents.workflows.offline import Demonstrations, Offline
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in, samples_of
@@ -81,6 +81,23 @@ def test_only_assistant_messages_of_a_recorded_conversation_are_trained() -> Non
     assert "".join(map(chr, trained)) == "look up 3done"
     everything = "".join(map(chr, sample.prompt_ids + sample.completion_ids))
     assert "a fact" in everything and "and?" in everything
+
+
+def test_all_answers_of_a_demonstration_are_trained_with_their_tools_and_calls() -> None:
+    call: Json = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages: list[Json] = [
+        {"role": "user", "content": "2+?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "c"},
+        {"role": "assistant", "content": "5"},
+    ]
+    tool: dict[str, Json] = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    row = Task(id="t", prompt=(said("user", "2+?"),), tools=(tool,), info={"messages": messages})
+    episode = play(Demonstrations(), row, ScriptedPolicy())
+    first, second = episode.trajectories[0].turns
+    assert (first.text, second.text) == ('<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>', "5")
+    assert '"add"' in "".join(map(chr, first.prompt_ids)).partition("<user>")[0]
+    assert episode.trajectories[0].reward == 1.0 and len(list(samples_of(episode.trajectories[0]))) == 1
 
 
 def test_it_has_a_name_and_evaluations_let_the_policy_answer() -> None:

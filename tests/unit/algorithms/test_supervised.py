@@ -40,36 +40,39 @@ def test_only_answers_above_the_threshold_are_trained_where_there_is_one():
     assert not SFT(group_size=3, reward_above=1.0).has_signal(some), "dropped as no_signal"
 
 
-def gradient_of(distill: Distill, logits_V: torch.Tensor, teacher_V: torch.Tensor) -> torch.Tensor:
-    """Expected gradient of the loss of one token, sampled from the policy with these logits."""
-    probs_V = logits_V.detach().softmax(-1)
-    logprobs_V = logits_V.log_softmax(-1)
-    behavior, reference = logprobs_V.detach().tolist(), teacher_V.log_softmax(-1).tolist()
-    batch = tokens(behavior, [1.0] * len(behavior), columns={Signal.REFERENCE_LOGPROBS: reference})
-    advantages_N = distill.token_advantages(batch).advantages_N
-    batch = tokens(behavior, advantages_N.tolist(), columns={Signal.REFERENCE_LOGPROBS: reference})
-    (found,) = torch.autograd.grad((probs_V * distill.loss(logprobs_V, batch).loss_N).sum(), logits_V)
+def gradient_of(logits_V: torch.Tensor, sampler_V: torch.Tensor, teacher_V: torch.Tensor) -> torch.Tensor:
+    """Expected gradient of the loss of one token, sampled by the policy with `sampler_V`, none of them clipped."""
+    distill = Distill(clip_low=0.999, clip_high=1e6)
+    logprobs_V, behavior_V = logits_V.log_softmax(-1), sampler_V.log_softmax(-1)
+    columns = {Signal.REFERENCE_LOGPROBS: teacher_V.log_softmax(-1).tolist()}
+    loss_N = distill.loss(logprobs_V, tokens(behavior_V.tolist(), [1.0] * len(behavior_V), columns=columns)).loss_N
+    (found,) = torch.autograd.grad((behavior_V.exp() * loss_N).sum(), logits_V)
     return found
 
 
+@pytest.mark.parametrize("is_stale", [False, True])
 @given(st.integers(0, 10_000))
-def test_the_expected_gradient_is_that_of_the_reverse_kl_to_the_teacher(seed: int):
+def test_the_expected_gradient_is_that_of_the_reverse_kl_to_the_teacher(is_stale: bool, seed: int):
     generator = torch.Generator().manual_seed(seed)
-    logits_V = torch.randn(7, dtype=F64, generator=generator).requires_grad_()
-    teacher_V = torch.randn(7, dtype=F64, generator=generator)
+    logits_V, teacher_V, other_V = torch.randn(3, 7, dtype=F64, generator=generator)
+    logits_V.requires_grad_()
     logprobs_V, teacher_logprobs_V = logits_V.log_softmax(-1), teacher_V.log_softmax(-1)
     kl = (logprobs_V.exp() * (logprobs_V - teacher_logprobs_V)).sum()
     (expected,) = torch.autograd.grad(kl, logits_V)
-    assert torch.allclose(gradient_of(Distill(), logits_V, teacher_V), expected, atol=1e-12)
+    sampler_V = logits_V.detach() + (0.3 * other_V if is_stale else 0.0)
+    assert torch.allclose(gradient_of(logits_V, sampler_V, teacher_V), expected, atol=1e-12)
 
 
 def test_a_token_that_the_teacher_finds_impossible_is_bounded():
-    batch = tokens([-0.1, -0.1], [1.0, 1.0], columns={Signal.REFERENCE_LOGPROBS: [-900.0, -0.1]})
-    assert torch.equal(Distill(max_advantage=5.0).token_advantages(batch).advantages_N, column([-5.0, 0.0]))
+    columns = {Signal.REFERENCE_LOGPROBS: [-900.0, -0.1]}
+    batch = tokens([-0.1, -0.1], [1.0, 1.0], columns=columns)
+    logprobs_N = column([-0.1, -0.1]).requires_grad_()
+    Distill(max_advantage=5.0).loss(logprobs_N, batch).loss_N.sum().backward()
+    assert logprobs_N.grad is not None and torch.equal(logprobs_N.grad, column([5.0, 0.0]))
 
 
 def test_the_loss_reports_the_reverse_kl():
-    batch = tokens([-1.0, -2.0], [0.5, -0.25])
+    batch = tokens([-1.0, -2.0], [1.0, 1.0], columns={Signal.REFERENCE_LOGPROBS: [-0.5, -2.25]})
     found = Distill().loss(column([-1.0, -2.0]), batch).metrics_N["distill/kl"]
     assert torch.equal(found, column([-0.5, 0.25]))
 
