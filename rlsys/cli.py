@@ -135,7 +135,7 @@ def evaluate(
 def export(
     run: Run,
     to: Annotated[Path, typer.Option(help="Folder to write: safetensors, config and tokenizer.")],
-    step: Annotated[str, typer.Option(help="Number of the checkpoint's step, or latest.")] = "latest",
+    step: Annotated[str, typer.Option(help="Number of the checkpoint's step, latest, or best.")] = "latest",
     as_adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the adapter of a run with train.lora, as peft does.")
     ] = False,

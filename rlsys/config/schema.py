@@ -376,6 +376,8 @@ class CheckpointSection(Section):
     """Metric of the evaluation that `keep_best` compares, e.g. `eval/held_out/mean`."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Direction in which `best_by` is better."""
+    early_stopping_patience: NonNegativeInt = 0
+    """Evaluations in a row without a better value of `best_by` that end the run early; needs `keep_best`. 0: never."""
     copy_to: str | None = None
     """Folder or bucket to which each checkpoint is copied in the background, a URL of fsspec such as `s3://bucket/path`;
     the copies of the run are in `copy_to/NAME`. Credentials come from the environment. None: no copies."""
@@ -679,6 +681,9 @@ class Config(Section):
     @classmethod
     def _can_be_compared(cls, checkpoint: CheckpointSection, info: ValidationInfo) -> CheckpointSection:
         evaluation, metric = info.data.get("eval"), checkpoint.best_by
+        if checkpoint.early_stopping_patience and not checkpoint.keep_best:
+            text = "needs checkpoint.keep_best, so that the best checkpoint is there at the end: set that to 1"
+            raise nested([(("early_stopping_patience",), text)])
         if evaluation is None or not checkpoint.keep_best:
             return checkpoint
         there = f"there are: {', '.join(evaluation.metrics)}"

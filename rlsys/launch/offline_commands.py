@@ -23,9 +23,17 @@ from rlsys.data.row_adapters import AS_FOUND, Columns
 from rlsys.errors import CheckpointError, ConfigError, first_of
 from rlsys.launch import preflight
 from rlsys.launch.config_history import changed_keys, path_at
-from rlsys.loop.build_driver import evaluator_of, shape_of
-from rlsys.loop.checkpoint import CONFIG, model_problem_of, read_failed, write_manifest
-from rlsys.loop.evaluation import EvalMetrics
+from rlsys.loop.build_driver import best_of, evaluator_of, shape_of
+from rlsys.loop.checkpoint import (
+    CONFIG,
+    model_problem_of,
+    newest_first,
+    read_failed,
+    read_state,
+    step_of,
+    write_manifest,
+)
+from rlsys.loop.evaluation import EVALUATIONS, EvalMetrics, recall_scores
 from rlsys.monitoring.events import Events
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.replay.replay_results import ReplayedStep, RetrainedSteps
@@ -178,9 +186,10 @@ def export(run: Path, to: Path, step: str = "latest", *, as_adapter: bool = Fals
 
     The adapter of a run with `train.lora` is merged into its base; with `as_adapter` it is written alone, for
     `peft.PeftModel.from_pretrained`. Of the configuration only `EXPORTED` is read, and no code that it names is
-    imported.
+    imported. `step` is a number, `latest`, or `best`: the checkpoint with the best value of `checkpoint.best_by`.
     Raises `CheckpointError` if the run has no such complete checkpoint, `ConfigError` if it has no adapter.
     """
+    step = _best_step(run) if step == "best" else step
     checkpoint = preflight.checkpoint_of(run, step)
     from workers.worker_set import export_checkpoint
 
@@ -198,6 +207,22 @@ def write_template(config: Path, to: Path) -> None:
     chat = ChatSection.model_validate((rollout.get("chat") if isinstance(rollout, dict) else None) or {})
     if chat.template is not None and chat.template != NO_TEMPLATE:
         (to / "chat_template.jinja").write_text(chat.with_text().template or "", encoding="utf-8")
+
+
+def _best_step(run: Path) -> str:
+    """Step of the checkpoint of a run with the best value of `checkpoint.best_by`.
+
+    Raises `ConfigError` if the run compares no checkpoints, `CheckpointError` if none of them has a value.
+    """
+    latest = preflight.checkpoint_of(run, "latest")
+    config = load_sections(Config, run / CONFIG, (*EXPORTED, "eval", "checkpoint"), ["stabilizer=null"])
+    if not config.checkpoint.keep_best:
+        raise ConfigError(f"{run} has no best checkpoint (checkpoint.keep_best is 0): give a number, or latest")
+    best, steps = best_of(config), [step_of(checkpoint) for checkpoint in newest_first(run / "checkpoints")]
+    recall_scores(run / EVALUATIONS, read_state(latest), steps, best)
+    if not (ranked := best.ranked(steps)):
+        raise CheckpointError(f"no checkpoint of {run} has a value of {best.metric} yet: give a number, or latest")
+    return str(ranked[-1])
 
 
 def replay(folder: Path) -> ReplayedStep:

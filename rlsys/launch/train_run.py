@@ -75,6 +75,8 @@ class TrainResult:
     """Mean reward of the first 10 steps of this session; None if it took none."""
     reward_last: float | None = None
     """Mean reward of the last 10 steps."""
+    early_stop: str = ""
+    """Reason for which it took fewer than `run.steps`; empty if it took all."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: start-up phases by name, then the sum of each `time/*` metric over the steps."""
     policies: dict[str, TrainResult] = field(default_factory=dict)
@@ -89,6 +91,8 @@ class TrainResult:
             "reward_last": self.reward_last,
             "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
         }
+        if self.early_stop:
+            result["early_stop"] = self.early_stop
         if self.policies:
             result["policies"] = {name: policy.as_json() for name, policy in self.policies.items()}
         return result
@@ -272,7 +276,7 @@ class TrainingJob:
 
     def _emit_end(self, reason: Literal["finished", "interrupted", "failed"], detail: str = "") -> None:
         for events, result in self._ends():
-            events.emit(RunEnded(result.steps, reason, detail))
+            events.emit(RunEnded(result.steps, reason, detail or (result.early_stop if reason == "finished" else "")))
 
     def _emit_failure(self, error: BaseException) -> None:
         self._emit_end("failed", f"{type(error).__name__}: {full_text(error)}")
@@ -352,7 +356,9 @@ class TrainingJob:
         finally:
             await workers.close()
         lanes = [driver.evaluation for driver in drivers.values() if driver.evaluation is not None]
-        is_cut = any(reached[name] < driver.end for name, driver in drivers.items())
+        for name, driver in drivers.items():
+            self.runs[name].result.early_stop = driver.early_stop if reached[name] < driver.end else ""
+        is_cut = any(reached[n] < driver.end and not driver.early_stop for n, driver in drivers.items())
         is_cut = is_cut or any(lane.was_given_up for lane in lanes)
         if interruptible.signal is not None and is_cut:
             raise Interrupted(self._interruption(drivers, reached), interruptible.signal)

@@ -14,7 +14,7 @@ from rlsys.data.task_source import Tasks
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
-from rlsys.loop.evaluation import EvaluationLane, Evaluator
+from rlsys.loop.evaluation import EVALUATIONS, EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import BatchShape
@@ -43,7 +43,7 @@ def build_driver(
     one `progress`. `look_s` is the time between two observations of replicas and queue, for events; 0 disables them.
     """
     transfer_s, bound, saves = config.limits.transfer_s, config.staleness_bound, config.checkpoint
-    best = BestCheckpoints(saves.keep_best, saves.best_by or "", saves.best_is == "highest", config.eval.every)
+    best = best_of(config)
     weights = WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, events=events)
     checkpoints = Checkpoints(
         config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.keep_every, saves.every_s, best
@@ -77,6 +77,14 @@ def evaluator_of(
     section = config.eval
     max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
     return Evaluator(rollouts, rewards, FailurePolicy(config.limits), events, sets, section, config.run.seed, max_open)
+
+
+def best_of(config: Config) -> BestCheckpoints:
+    """Return the rule by which a run keeps its best checkpoints and ends early, without any value yet."""
+    saves, is_highest = config.checkpoint, config.checkpoint.best_is == "highest"
+    return BestCheckpoints(
+        saves.keep_best, saves.best_by or "", is_highest, config.eval.every, saves.early_stopping_patience
+    )
 
 
 def shape_of(config: Config) -> BatchShape:
@@ -114,7 +122,7 @@ def _evaluation_of(
     if workers.evaluation is None or not config.eval.every:
         return None
     evaluator = evaluator_of(config, workers.evaluation, workers.rewards, sets, events)
-    folder = config.run_dir / "evaluations"
+    folder = config.run_dir / EVALUATIONS
     return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best)
 
 

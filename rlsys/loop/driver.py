@@ -151,11 +151,17 @@ class Driver:
 
     @property
     def end(self) -> PolicyVersion:
-        """Policy version at which the run ends."""
+        """Policy version at which the run ends, unless there is an `early_stop`."""
         return self.steps + self.num_lost
 
+    @property
+    def early_stop(self) -> str:
+        """Reason for which the run ends before `end`; empty if it does not."""
+        return self.checkpoints.best.early_stop
+
     async def run(self, start: PolicyVersion) -> PolicyVersion:
-        """Train from version `start` to `end`; return the version reached, which is lower only after `stop`.
+        """Train from version `start` to `end`; return the version reached, which is lower only after `stop` or with an
+        `early_stop`.
 
         Raises the `RlsysError` that ended the run, once the last finished step is saved: a note of the error names the
         checkpoint to go on from. The same holds if the caller cancels this. Any other exception is a bug, and
@@ -482,10 +488,11 @@ class Driver:
 
         Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to be
         complete; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for a running evaluation only
-        when the next one is due, and at the end. `stop` unblocks every wait.
+        when the next one is due, and at the end. `stop` unblocks every wait. An evaluation that is the last of too many
+        without a better value ends the loop before its next step.
         """
         await self._evaluate(self._version)
-        while self._version < self.end and not self._stopping:
+        while self._version < self.end and not self._stopping and not self.early_stop:
             groups: list[InFlightGroup] = []
             async with self._until_stopped():
                 with self._clock.span("wait_batch"):

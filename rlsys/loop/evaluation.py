@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rlsys.config.sections import EvalSection, ks_up_to
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
+from rlsys.loop.checkpoint import DriverState
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.failure_policy import FailurePolicy, Retries
 from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy
@@ -26,6 +27,8 @@ from rlsys.weight_sync.sync import WeightSync
 
 GroupCheck: TypeAlias = Callable[[Group], Awaitable[None]]
 """Called with a rolled-out group; a worker error that it raises counts as that worker's failure."""
+EVALUATIONS = "evaluations"
+"""Folder of the results in a run directory."""
 Z_95 = 1.96
 """Half width in standard errors of the central 95 % of a normal distribution."""
 
@@ -304,20 +307,14 @@ class EvaluationLane:
         seconds = asyncio.get_running_loop().time() - began
         self._write(dataset, version, measures)
         metrics = measures.as_metrics(dataset)
-        self.best.add(version, {f"eval/{dataset}/{name}": value for name, value in measures.as_json().items()})
+        self.best.add(version, _by_name(dataset, measures.as_json()))
         self.evaluator.events.emit(EvalDone(version, dataset, self.weights.published[version], seconds, metrics))
 
-    def _path(self, dataset: str, version: PolicyVersion) -> Path:
-        return self.folder / dataset / f"step_{version:06d}.json"
-
     def _is_done(self, dataset: str, version: PolicyVersion) -> bool:
-        try:
-            row = json.loads(self._path(dataset, version).read_bytes())
-        except (OSError, ValueError):  # not there, or damaged
+        row = _row_in(_path(self.folder, dataset, version))
+        if not self._measured(dataset, version).items() <= row.items():
             return False
-        if not (isinstance(row, dict) and self._measured(dataset, version).items() <= row.items()):
-            return False
-        self.best.add(version, {f"eval/{dataset}/{name}": value for name, value in row.items()})
+        self.best.add(version, _by_name(dataset, row))
         return True
 
     def _measured(self, dataset: str, version: PolicyVersion) -> dict[str, str | float]:
@@ -333,10 +330,39 @@ class EvaluationLane:
         }
 
     def _write(self, dataset: str, version: PolicyVersion, measures: EvalMetrics) -> None:
-        path = self._path(dataset, version)
+        path = _path(self.folder, dataset, version)
         row = {"step": version, "dataset": dataset, **self._measured(dataset, version), **measures.as_json()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(row, indent=1) + "\n")
         except OSError as error:
             self.evaluator.events.emit(FileSkipped(str(path), str(error)))
+
+
+def recall_scores(folder: Path, checkpoint: DriverState, steps: Iterable[int], best: BestCheckpoints) -> None:
+    """Add the results that a run knew at its newest checkpoint to `best`, and for other `steps` those in `folder`, its
+    `EVALUATIONS`: its last evaluation ends after its last checkpoint. A result of other weights is passed over."""
+    best.restore(checkpoint.scores)
+    dataset = best.metric.split("/")[1]
+    for step in set(steps) - best.scores.keys():
+        row = _row_in(_path(folder, dataset, step))
+        if row and row.get("hash") == checkpoint.published.get(step, row.get("hash")):
+            best.add(step, _by_name(dataset, row))
+
+
+def _path(folder: Path, dataset: str, version: PolicyVersion) -> Path:
+    return folder / dataset / f"step_{version:06d}.json"
+
+
+def _row_in(path: Path) -> dict[str, Any]:
+    """Return a written result; empty if it is not there, or damaged."""
+    try:
+        row = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _by_name(dataset: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a result by the names of `EvalSection.metrics`."""
+    return {f"eval/{dataset}/{name}": value for name, value in row.items()}

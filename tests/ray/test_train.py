@@ -133,6 +133,26 @@ def test_a_checkpoint_is_measured_the_same_as_during_training(model_path, data_p
         assert 0 < again.mean < 1
 
 
+def test_a_run_that_stops_early_exports_its_best_checkpoint(model_path, data_path, tmp_path):
+    """Rewards rise, so the lowest mean is that of an early step."""
+    keys = [
+        "run.steps=30", "eval={data: {d: " + str(data_path) + "}, every: 1, limit: 4}", "checkpoint.keep_last=1",
+        "checkpoint={keep_best: 1, best_by: eval/d/mean, best_is: lowest, early_stopping_patience: 3, every: 0}",
+    ]  # fmt: skip
+    config = config_of(model_path, data_path, tmp_path, keys)
+    result = train(config, progress=False)
+    assert result.steps < 30
+    assert result.early_stop.startswith("stopped early: eval/d/mean did not improve in ")
+    end = rows_of(config.run_dir, "events.jsonl")[-1]
+    assert (end["reason"], end["detail"]) == ("finished", result.early_stop)
+    kept = [int(path.name[5:]) for path in (config.run_dir / "checkpoints").glob("step_*")]
+    results = [json.loads((config.run_dir / f"evaluations/d/step_{step:06d}.json").read_text()) for step in kept]
+    best = min(results, key=lambda row: (row["mean"], -row["step"]))["step"]
+    assert are_equal(weights_of(config.run_dir, "best"), weights_of(config.run_dir, str(best)))
+    with pytest.raises(ConfigError, match="neither a number nor `latest`"):
+        weights_of(config.run_dir, "worst")
+
+
 def test_an_evaluation_reuses_the_export_of_a_checkpoint(whole_run, data_path):
     def exported() -> Path:
         result = evaluate(str(whole_run), data={"d": str(data_path)}, samples=4, temperature=1.0, limit=8)

@@ -444,3 +444,50 @@ def test_the_best_checkpoint_is_kept_across_a_resume(tmp_path):
     best = max(range(1, 10), key=lambda step: (means[step], step))
     kept = {step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")}
     assert {best, 10} <= kept <= {best, 9, 10}
+
+
+def impatient(world: FakeWorld, folder: Path, recorder: EventRecorder, *, patience: int = 2, lowest: bool = True):
+    """A run whose lowest mean is that of version 0, or whose highest is always the newest."""
+    driver = evaluated(world, folder, recorder, steps=20)
+    assert driver.evaluation is not None
+    best = BestCheckpoints(1, "eval/held_out/mean", not lowest, every=2, patience=patience)
+    driver.checkpoints.best = driver.evaluation.best = best
+    return driver
+
+
+@pytest.mark.parametrize("patience", [1, 2, 4])
+def test_a_run_ends_after_evaluations_without_improvement(tmp_path, patience):
+    recorder = EventRecorder()
+    driver = impatient(TellingWorld(eval_s=lambda group_id: 3.0), tmp_path, recorder, patience=patience)
+    reached = run_virtual(driver.run(0))
+    assert steps_of(recorder)[: patience + 1] == [*range(0, 2 * patience + 1, 2)]
+    assert 2 * patience <= reached <= 2 * (patience + 1)
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / f"step_{reached:06d}"
+    assert driver.early_stop == (
+        f"stopped early: eval/held_out/mean did not improve in {len(steps_of(recorder)) - 1} evaluations; "
+        "the best value is 0.05, first reached at step 0"
+    )
+
+
+def test_a_run_that_improves_is_not_stopped(tmp_path):
+    driver = impatient(TellingWorld(), tmp_path, EventRecorder(), patience=1, lowest=False)
+    assert (run_virtual(driver.run(0)), driver.early_stop) == (20, "")
+
+
+def test_a_resumed_run_remembers_evaluations_without_improvement(tmp_path):
+    recorder = EventRecorder()
+    driver = impatient(TellingWorld(), tmp_path, recorder, patience=4)
+    driver.events.attach(At(lambda e: isinstance(e, EvalDone) and (e.step, e.dataset) == (4, "held_out"), driver.stop))
+    assert run_virtual(driver.run(0)) < 8
+    assert not driver.early_stop
+    assert run_virtual(go_on(impatient(TellingWorld(), tmp_path, recorder, patience=4))) in (8, 9, 10)
+    assert steps_of(recorder)[:5] == [0, 2, 4, 6, 8]
+
+
+def test_a_stopped_run_goes_on_only_with_more_patience(tmp_path):
+    reached = run_virtual(impatient(TellingWorld(), tmp_path, EventRecorder()).run(0))
+    recorder = EventRecorder()
+    again = impatient(TellingWorld(), tmp_path, recorder)
+    assert (run_virtual(go_on(again)), recorder.of(StepDone)) == (reached, [])
+    assert again.early_stop
+    assert run_virtual(go_on(impatient(TellingWorld(), tmp_path, recorder, patience=4))) > reached

@@ -577,8 +577,12 @@ def test_the_critic_folder_is_checked_only_with_a_critic(tmp_path: Path):
         ),
         ([], r"checkpoint\.best_by: checkpoint\.keep_best needs the name of a metric; there are: eval/hard/mean, eval"),
         (["eval.every=0"], r"checkpoint\.keep_best: there is no evaluation; set eval\.every"),
+        (
+            ["checkpoint.early_stopping_patience=3", "checkpoint.keep_best=0"],
+            r"checkpoint\.early_stopping_patience: needs checkpoint\.keep_best",
+        ),
     ],
-    ids=["unknown", "none", "no evaluation"],
+    ids=["unknown", "none", "no evaluation", "nothing kept"],
 )
 def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path, keys: list[str], message: str):
     evaluated = ["eval.every=2", "eval.data={hard: hard.jsonl}", "checkpoint.keep_best=2", *keys]

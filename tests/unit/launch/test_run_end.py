@@ -33,6 +33,17 @@ def test_an_error_ends_the_run_with_its_text_and_notes(tmp_path: Path):
     assert end["detail"] == "NoProgress: nothing moved for 900 s\nstep 7 is saved; go on with run.resume=auto"
 
 
+def test_a_run_that_stops_early_finishes_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = fake_config(tmp_path / "run", {})
+    job = TrainingJob.of(config, {POLICY: config}, {POLICY: Start(None)}, time.monotonic(), progress=True)
+    with job.end_emitted():
+        job.result.early_stop = "stopped early: eval/hard/mean did not improve"
+    end = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
+    assert (end["kind"], end["reason"], end["detail"]) == ("run_ended", "finished", job.result.early_stop)
+    assert capsys.readouterr().err.splitlines()[-1] == f"finished after step 0: {job.result.early_stop}"
+    assert job.result.as_json()["early_stop"] == job.result.early_stop
+
+
 def test_a_signal_ends_the_run_as_interrupted(tmp_path: Path):
     end = end_of(tmp_path / "run", Interrupted("interrupted before the first step", signal.SIGHUP))
     assert (end["kind"], end["reason"]) == ("run_ended", "interrupted")

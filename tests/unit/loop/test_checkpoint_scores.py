@@ -45,6 +45,20 @@ def test_the_best_of_all_steps_survive_every_retirement(found, count, keep_last,
     assert kept == best | others
 
 
+@given(scores_by_step, st.integers(1, 4), st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_run_stops_early_as_a_counter_of_evaluations_would(found, patience, is_highest):
+    """The rule of Hugging Face's `EarlyStoppingCallback`, whose state is a counter and the best value."""
+    best = BestCheckpoints(1, METRIC, is_highest, 1, patience)
+    counter, best_value = 0, None
+    for step, value in enumerate(found):
+        best.add(step, {METRIC: value})
+        better = is_score(value) and (best_value is None or (value > best_value if is_highest else value < best_value))
+        counter, best_value = (0, value) if better else (counter + 1, best_value)
+        assert bool(best.early_stop) == (counter >= patience)
+        assert not BestCheckpoints(1, METRIC, is_highest, scores=best.scores).early_stop
+
+
 def test_a_step_waits_for_its_evaluation(tmp_path):
     best = best_of(1, every=2)
     checkpoints = Checkpoints(tmp_path, 1, keep_last=1, best=best)
