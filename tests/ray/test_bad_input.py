@@ -102,8 +102,13 @@ def judge_in(folder: Path, name: str = "judge") -> str:
     return f"{path}:{name}"
 
 
-def test_a_run_of_overlong_prompts_ends_naming_limit_and_key(model_path, data_path, tmp_path):
-    config = config_of(model_path, data_path, tmp_path, ["data.max_prompt_tokens=1", "limits.max_failed_groups=3"])
+def test_a_run_of_overlong_prompts_ends_naming_limit_and_key(model_path, tmp_path):
+    path = tmp_path / "rows.jsonl"  # all but the last: a run whose prompts are all too long does not start
+    path.write_text(
+        "".join(f'{{"prompt": "{prompt}", "answer": "1"}}\n' for prompt in ["12>", "21>", "31>", "13>", ">"])
+    )
+    keys = ["data.max_prompt_tokens=1", "limits.max_failed_groups=3", "data.shuffle=false"]
+    config = config_of(model_path, path, tmp_path, keys)
     with pytest.raises(RunAborted, match=r"3 groups were dropped.* allowed are 1 to data\.max_prompt_tokens = 1"):
         train(config, progress=False)
 
