@@ -103,6 +103,7 @@ def _rank_step(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlsys.config.schema import MemorySavings
+    from rlsys.types import Distribution
     from workers.train.layout import RankLayout
     from workers.train.logprobs import Scorer
     from workers.train.model_loading import CPU
@@ -121,7 +122,7 @@ def _rank_step(
     batch = _group(positions, prompt=1)
 
     def backward() -> torch.Tensor:
-        loss = -scorer(batch, 1.0)[0].mean()
+        loss = -scorer(batch, Distribution())[0].mean()
         loss.backward()
         return loss.detach()
 
