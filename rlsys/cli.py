@@ -134,16 +134,31 @@ def evaluate(
 @app.command()
 def export(
     run: Run,
-    to: Annotated[Path, typer.Option(help="Folder to write: safetensors, config and tokenizer.")],
+    to: Annotated[Path | None, typer.Option(help="Folder to write: safetensors, config and tokenizer.")] = None,
+    to_hub: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="Repository of the Hugging Face Hub to upload to.")
+    ] = None,
+    is_public: Annotated[bool, typer.Option("--public", help="With --push: a public repository.")] = False,
     step: Annotated[str, typer.Option(help="Number of the checkpoint's step, latest, or best.")] = "latest",
     as_adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the adapter of a run with train.lora, as peft does.")
     ] = False,
 ) -> None:
-    """Write a checkpoint as a model folder that `AutoModelForCausalLM` loads; an adapter is merged into its base."""
+    """Write a checkpoint as a model folder that `AutoModelForCausalLM` loads; an adapter is merged into its base.
+
+    With --push instead of --to, upload it with the token of HF_TOKEN or `hf auth login`, to a private repository unless
+    --public. The uploaded folder stays in RUN/exports.
+    """
+    if (to is None) == (to_hub is None):
+        raise typer.BadParameter("give one of --to FOLDER and --push ORG/NAME")
+    if is_public and to_hub is None:
+        raise typer.BadParameter("--public needs --push: a folder is neither public nor private")
     from rlsys import launch
 
-    _say(str(launch.export(run, to, step, as_adapter=as_adapter)))
+    if to_hub is not None:
+        _say(launch.push(run, to_hub, step, as_adapter=as_adapter, is_public=is_public))
+    elif to is not None:
+        _say(str(launch.export(run, to, step, as_adapter=as_adapter)))
 
 
 @app.command()

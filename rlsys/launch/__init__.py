@@ -7,7 +7,7 @@ works from the command line, from a Python script (also after a call of `ray.ini
 
 from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan
 from rlsys.launch.live_run import Run, start, train
-from rlsys.launch.offline_commands import evaluate, export, inspect_data, replay, replay_step
+from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, replay, replay_step
 from rlsys.launch.policy_serving import serve
 from rlsys.launch.preflight import look_up
 from rlsys.launch.train_run import TrainResult
@@ -25,6 +25,7 @@ __all__ = [
     "inspect_data",
     "look_up",
     "memory_plan",
+    "push",
     "replay",
     "replay_step",
     "serve",

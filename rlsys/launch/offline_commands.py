@@ -23,6 +23,7 @@ from rlsys.data.row_adapters import AS_FOUND, Columns
 from rlsys.errors import CheckpointError, ConfigError, first_of
 from rlsys.launch import preflight
 from rlsys.launch.config_history import changed_keys, path_at
+from rlsys.launch.hub_repo import HubRepo
 from rlsys.loop.build_driver import best_of, evaluator_of, shape_of
 from rlsys.loop.checkpoint import (
     CONFIG,
@@ -199,6 +200,23 @@ def export(run: Path, to: Path, step: str = "latest", *, as_adapter: bool = Fals
     export_checkpoint(config, checkpoint / "actor", to, as_adapter=as_adapter)
     write_template(run / CONFIG, to)
     return to
+
+
+def push(run: Path, name: str, step: str = "latest", *, as_adapter: bool = False, is_public: bool = False) -> str:
+    """Export a checkpoint of a run as `export` does, and upload it to `org/name` on the Hugging Face Hub; returns the
+    URL.
+
+    The repository is private unless `is_public`; one that exists gets another commit. The folder that is uploaded,
+    `RUN/exports/step_N`, stays. Raises the errors of `export` and of `HubRepo`; those of the name and the token before
+    anything is written.
+    """
+    checkpoint = preflight.checkpoint_of(run, _best_step(run) if step == "best" else step)
+    folder = run / "exports" / f"{checkpoint.name}{'-adapter' * as_adapter}"
+    number = step_of(checkpoint)
+    repo = HubRepo.open(name, is_public=is_public)
+    shutil.rmtree(folder, ignore_errors=True)  # all files of the folder are uploaded
+    export(run, folder, str(number), as_adapter=as_adapter)
+    return repo.upload(folder, f"Step {number} of {run.resolve().name}")
 
 
 def write_template(config: Path, to: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from rlsys import Config, evaluate, export, train
 from rlsys.errors import ConfigError, ModelError, RunAborted
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.replay.rollout_log import read_rollouts
+from tests.hub_server import TOKEN, serving_hub
 from tests.jobs import config_of
 from tests.ray.judges import UNPICKLED_BY
 
@@ -151,6 +154,19 @@ def test_a_run_that_stops_early_exports_its_best_checkpoint(model_path, data_pat
     assert are_equal(weights_of(config.run_dir, "best"), weights_of(config.run_dir, str(best)))
     with pytest.raises(ConfigError, match="neither a number nor `latest`"):
         weights_of(config.run_dir, "worst")
+
+
+def test_an_export_is_pushed_from_the_command_line(whole_run, tmp_path):
+    with serving_hub() as hub:
+        own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-m", "rlsys.cli", "export", str(whole_run), "--push", "me/sums", "--step", "2"]
+        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{hub.url}/me/sums\n"), done.stderr
+    repo = hub.repos["me/sums"]
+    assert (repo.is_private, repo.commits) == (True, [f"Step 2 of {whole_run.name}"])
+    kept = whole_run / "exports" / "step_000002"
+    assert repo.files == {path.name: path.read_bytes() for path in kept.iterdir()}
+    assert are_equal(weights_of(whole_run, "2"), load_file(kept / "model.safetensors"))
 
 
 def test_an_evaluation_reuses_the_export_of_a_checkpoint(whole_run, data_path):

@@ -122,6 +122,8 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str):
         ("train.gradient_accumulation_steps=8", r"is `train.groups_per_step` here (per_device_train_batch_size *"),
         ("train.use_peft=true", "TRL's `use_peft` is `train.lora` here"),
         ("rollout.repetition_penalty=1.1", "has no counterpart: the trainer could not compute the distribution"),
+        ("train.early_stopping_patience=3", "is `checkpoint.early_stopping_patience` here (with keep_best"),
+        ("run.push_to_hub=true", "has no counterpart: `rlsys export RUN --push ORG/NAME`"),
         ("run.total_epochs=3", "verl's `trainer.total_epochs` is `run.steps` here"),
         ("trainer.total_epochs=3", "it is a section of verl: `rlsys convert FILE` converts its configurations"),
         ("train.max_async_level=2", "prime-rl's `max_async_level` is `asynchrony.max_staleness` here"),

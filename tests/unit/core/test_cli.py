@@ -317,3 +317,16 @@ def test_a_folder_without_a_failed_step_ends_with_2(tmp_path: Path):
     done = subprocess.run([RLSYS, "replay", str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"rlsys: {tmp_path} contains no failed step")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "give one of --to FOLDER and --push ORG/NAME"),
+        (["--to", "a", "--push", "me/a"], "give one of --to FOLDER and --push ORG/NAME"),
+        (["--to", "a", "--public"], "--public needs --push"),
+    ],
+)
+def test_an_export_has_one_destination(options: list[str], words: str):
+    done = CliRunner().invoke(app, ["export", "run", *options])
+    assert (done.exit_code, words in done.stderr) == (2, True)
