@@ -7,12 +7,13 @@ Nothing is dropped in silence: each key is converted, or listed with the reason 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.habits import System, habits_of
+from rlsys.config.habits import FALSE_MATTERS, System, habits_of
 from rlsys.config.loader import Tree, dump, of_tree, tree_in
 from rlsys.config.schema import Config
 from rlsys.errors import ConfigError
@@ -42,7 +43,7 @@ class Conversion:
 
     def lines(self) -> Iterator[str]:
         """Write the configuration as YAML, with the rest as comments."""
-        yield f"# converted from {self.system}"
+        yield f"# converted from {self.system}; keys that its file leaves out have the defaults of rlsys"
         yield from (f"# look at: {note}" for note in self.notes)
         yield from (f"# left out: {reason}" for reason in self.left_out)
         yield dump(self.tree).rstrip()
@@ -67,7 +68,7 @@ def convert(path: Path) -> Conversion:
     """Convert a file. Raises `ConfigError` for a file of another kind, or one whose values are refused here."""
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: {_UNSUPPORTED}")
-    theirs = dict(_leaves(tree_in(path)))
+    theirs = _resolved(dict(_leaves(tree_in(path))))
     is_verl = any(key.partition(".")[0] == "actor_rollout_ref" for key in theirs)
     known = habits_of("verl" if is_verl else "TRL")
     if not is_verl and len(known.keys() & theirs.keys()) < 2:
@@ -77,10 +78,12 @@ def convert(path: Path) -> Conversion:
     is_kto = not is_verl and {"desirable_weight", "undesirable_weight"} & theirs.keys()
     if is_kto:
         made.set("algorithm.type", "kto")
+    for key in [key for key, value in theirs.items() if isinstance(value, str) and "${" in value]:
+        made.left_out.append(f"{key}: {theirs.pop(key)}: it is computed from other keys; write its value")
     for key, value in theirs.items():
         if (habit := known.get(key)) is None:
             made.left_out.append(f"{key}: {value}: not known; see docs/coming-from.md")
-        elif value is None or value is False:
+        elif value is None or (value is False and key not in FALSE_MATTERS):
             continue  # switched off, as here
         elif not habit.ours:
             made.left_out.append(f"{key}: {value}: {habit.note}")
@@ -97,14 +100,16 @@ def convert(path: Path) -> Conversion:
 
 def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
     """Convert what several keys say together; return those keys."""
-    done: set[str] = {"reward_weights"}
+    done: set[str] = set()
     group_size, samples = made.get("algorithm.group_size"), 1
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        samples *= theirs.get(key) or 1
-    if group_size and "per_device_train_batch_size" in theirs:
+        samples *= _count(theirs.get(key)) or 1
+    if _count(group_size) and _count(theirs.get("per_device_train_batch_size")):
         made.set("train.groups_per_step", max(1, samples // group_size))
         made.notes.append(f"train.groups_per_step is for one device: multiply it by their number ({samples} samples)")
         done |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    if (clip := made.get("algorithm.clip_low")) is not None and made.get("algorithm.clip_high") is None:
+        made.set("algorithm.clip_high", clip)  # as TRL does
     if (schedule := theirs.get("lr_scheduler_type")) in ("linear", "cosine"):
         made.set("train.lr_schedule", schedule)
         made.set("train.final_lr_fraction", 0.0)
@@ -113,6 +118,9 @@ def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
         made.set("train.lora", {})
     if isinstance(functions := made.get("reward.fn"), list):
         weights = theirs.get("reward_weights") or [1.0] * len(functions)
+        if not isinstance(weights, list) or len(weights) != len(functions):
+            raise ConfigError(f"reward_weights: {weights}: give one for each of the {len(functions)} reward_funcs")
+        done.add("reward_weights")
         made.tree["reward"]["fn"] = [{"fn": fn, "weight": w} for fn, w in zip(functions, weights, strict=True)]
     return done
 
@@ -120,20 +128,23 @@ def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
 def _finish_verl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
     """Convert what several keys say together; return those keys."""
     actor = "actor_rollout_ref.actor"
-    done = {f"{actor}.use_kl_loss", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"}
-    done |= {"custom_reward_function.path", "custom_reward_function.name", "trainer.n_gpus_per_node", "trainer.nnodes"}
-    batch, mini = theirs.get("data.train_batch_size"), theirs.get(f"{actor}.ppo_mini_batch_size")
+    done: set[str] = set()
+    batch, mini = (_count(theirs.get(key)) for key in ("data.train_batch_size", f"{actor}.ppo_mini_batch_size"))
     if batch and mini:
         made.set("train.updates_per_step", max(1, batch // mini))
         done.add(f"{actor}.ppo_mini_batch_size")
+    if f"{actor}.kl_loss_coef" in theirs:
+        done.add(f"{actor}.use_kl_loss")
     if theirs.get(f"{actor}.use_kl_loss") is False and made.get("algorithm.kl_coef") is not None:
         made.tree["algorithm"]["kl_coef"] = 0.0
     if theirs.get("algorithm.use_kl_in_reward"):
+        done |= {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"}
         made.set("algorithm.kl_coef", theirs.get("algorithm.kl_ctrl.kl_coef", 0.001))
     ratio = theirs.get(f"{actor}.clip_ratio")
     if ratio is not None and made.get("algorithm.clip_high") is None:
         made.set("algorithm.clip_high", ratio)
     if file := theirs.get("custom_reward_function.path"):
+        done |= {"custom_reward_function.path", "custom_reward_function.name"}
         made.set("reward.fn", f"{file}:{theirs.get('custom_reward_function.name', 'compute_score')}")
     if isinstance(files := made.get("data.path"), list):
         del made.tree["data"]["path"]
@@ -143,10 +154,30 @@ def _finish_verl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
             made.set("data.sources", [{"path": path} for path in files])
     if isinstance(files := made.get("eval.data"), list):
         made.tree["eval"]["data"] = files[0] if len(files) == 1 else {f"set{i}": path for i, path in enumerate(files)}
-    ranks = (theirs.get("trainer.n_gpus_per_node") or 1) * (theirs.get("trainer.nnodes") or 1)
+    ranks = (_count(theirs.get("trainer.n_gpus_per_node")) or 1) * (_count(theirs.get("trainer.nnodes")) or 1)
     if ranks > 1:
+        done |= {"trainer.n_gpus_per_node", "trainer.nnodes"}
         made.notes.append(f"{ranks} GPUs: share them between rollout.replicas and train.mesh.shard")
     return done
+
+
+def _count(value: object) -> int:
+    """Return a count of theirs; 0 for any other value."""
+    return value if isinstance(value, int) and value is not True and value > 0 else 0
+
+
+def _resolved(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace each value that is only a reference to another key, as in `${data.max_prompt_length}`."""
+
+    def value_of(value: object) -> object:
+        for _ in theirs:  # a reference to a reference; one to itself stays
+            found = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+            if found is None or found[1] not in theirs:
+                break
+            value = theirs[found[1]]
+        return value
+
+    return {key: value_of(value) for key, value in theirs.items()}
 
 
 def _complete(made: Conversion) -> None:
@@ -158,10 +189,10 @@ def _complete(made: Conversion) -> None:
         if made.get(key) is None and made.get("data.sources" if key == "data.path" else key) is None:
             made.set(key, "FILL-IN")
             made.notes.append(f"{key}: the file names none")
-    longest = (made.get("data.max_prompt_tokens") or 1024) + (made.get("rollout.max_new_tokens") or 256)
-    if (made.get("train.micro_batch_tokens") or 8192) < longest:
+    longest = (_count(made.get("data.max_prompt_tokens")) or 1024) + (_count(made.get("rollout.max_new_tokens")) or 256)
+    if (_count(made.get("train.micro_batch_tokens")) or 8192) < longest:
         made.tree.setdefault("train", {})["micro_batch_tokens"] = longest
-    if made.get("run.steps") < FEW_STEPS:
+    if _count(made.get("run.steps")) < FEW_STEPS:
         made.tree["stabilizer"] = None
         made.notes.append("stabilizer: the default one needs a longer run")
     if name := made.get("run.name"):

@@ -43,7 +43,12 @@ def _by_hand(value: object) -> None:
 
 def _above_zero(value: Any) -> Any:  # noqa: ANN401  (a value of a configuration)
     """Theirs, where it is not switched off by a number below 1."""
-    return value if value and value > 0 else None
+    return None if isinstance(value, int | float) and value <= 0 else value
+
+
+def _among(ours: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Ours by theirs, where theirs is one of these."""
+    return lambda value: ours.get(value) if isinstance(value, str | bool) else None
 
 
 def _rows(system: System, rows: Sequence[tuple[Any, ...]]) -> Sequence[Habit]:
@@ -75,6 +80,7 @@ _TRL = _rows(
         ("model_name_or_path", "model.path"),
         ("dataset_name", "data.path"),
         ("dataset_config", "data.path", "ORG/NAME:CONFIG", _by_hand),
+        ("shuffle_dataset", "data.shuffle"),
         ("dataset_train_split", "data.path", "ORG/NAME#SPLIT", _by_hand),
         ("reward_funcs", "reward.fn", "a name, `module:name`, or a list of those with weights"),
         ("reward_weights", "reward.fn", "each function of the list has a weight", _by_hand),
@@ -101,7 +107,7 @@ _TRL = _rows(
         ("epsilon", "algorithm.clip_low"),
         ("epsilon_high", "algorithm.clip_high"),
         ("delta", "algorithm.dual_clip", "a bound on the ratio of tokens with negative advantage"),
-        ("loss_type", "algorithm.type", "", ESTIMATORS.get),
+        ("loss_type", "algorithm.type", "", _among(ESTIMATORS)),
         ("mask_truncated_completions", "algorithm.mask_truncated"),
         ("scale_rewards", "algorithm.type", "dr_grpo does not divide by the standard deviation", _by_hand),
         ("desirable_weight", "algorithm.desirable_weight"),
@@ -134,7 +140,7 @@ _TRL = _rows(
         ("save_total_limit", "checkpoint.keep_last"),
         ("load_best_model_at_end", "checkpoint.keep_best", "with best_by; `rlsys export --step best`", _by_hand),
         ("metric_for_best_model", "checkpoint.best_by", "such as eval/NAME/mean", _by_hand),
-        ("greater_is_better", "checkpoint.best_is", "highest or lowest", {True: "highest", False: "lowest"}.get),
+        ("greater_is_better", "checkpoint.best_is", "highest or lowest", _among({True: "highest", False: "lowest"})),
         ("early_stopping_patience", "checkpoint.early_stopping_patience", "with keep_best and best_by", _by_hand),
         ("early_stopping_threshold", "", "every better value counts as one"),
         ("push_to_hub", "", "`rlsys export RUN --push ORG/NAME`, during the run or after it"),
@@ -155,7 +161,7 @@ _MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 _VERL = _rows(
     "verl",
     (
-        ("algorithm.adv_estimator", "algorithm.type", "", ESTIMATORS.get),
+        ("algorithm.adv_estimator", "algorithm.type", "", _among(ESTIMATORS)),
         ("algorithm.gamma", "algorithm.gamma"),
         ("algorithm.lam", "algorithm.gae_lambda"),
         ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef", "in the reward of rloo and ppo", _by_hand),
@@ -189,13 +195,13 @@ _VERL = _rows(
         (f"{_ACTOR}.ppo_epochs", "", "a sample is trained once"),
         (f"{_ACTOR}.use_kl_loss", "algorithm.kl_coef", "0 is off", _by_hand),
         (f"{_ACTOR}.kl_loss_coef", "algorithm.kl_coef"),
-        (f"{_ACTOR}.kl_loss_type", "algorithm.kl_estimator", "", {"low_var_kl": "k3", "k3": "k3", "k2": "k2"}.get),
+        (f"{_ACTOR}.kl_loss_type", "algorithm.kl_estimator", "", _among({"low_var_kl": "k3", "k3": "k3", "k2": "k2"})),
         (f"{_ACTOR}.entropy_coeff", "", "no loss here has an entropy bonus", _by_hand),
         (f"{_ACTOR}.clip_ratio", "algorithm.clip_low", "and algorithm.clip_high"),
         (f"{_ACTOR}.clip_ratio_low", "algorithm.clip_low"),
         (f"{_ACTOR}.clip_ratio_high", "algorithm.clip_high"),
         (f"{_ACTOR}.clip_ratio_c", "algorithm.dual_clip"),
-        (f"{_ACTOR}.loss_agg_mode", "algorithm.over", "", OVER.get),
+        (f"{_ACTOR}.loss_agg_mode", "algorithm.over", "", _among(OVER)),
         (f"{_ACTOR}.grad_clip", "train.clip_norm"),
         (f"{_ACTOR}.fsdp_config.param_offload", "train.offload", "", _if(True)),
         (f"{_ACTOR}.fsdp_config.optimizer_offload", "train.offload", "", _if(True)),
@@ -225,7 +231,7 @@ _VERL = _rows(
         ("trainer.default_local_dir", "run.folder"),
         ("trainer.n_gpus_per_node", "train.mesh", MESH, _by_hand),
         ("trainer.nnodes", "train.mesh", MESH, _by_hand),
-        ("trainer.resume_mode", "run.resume", "", {"auto": "auto", "disable": "never"}.get),
+        ("trainer.resume_mode", "run.resume", "", _among({"auto": "auto", "disable": "never"})),
         ("trainer.val_before_train", "", "an evaluation comes before training wherever eval.every is set"),
         ("trainer.critic_warmup", "algorithm.critic_warmup", "of ppo", _above_zero),
     ),
@@ -246,6 +252,11 @@ _OTHERS: Sequence[Habit] = (
     Habit("prime-rl", "rollouts_per_example", "algorithm.group_size"),
     Habit("prime-rl", "seq_len", "rollout.max_context_tokens"),
 )
+FALSE_MATTERS = frozenset(
+    {"scale_rewards", "greater_is_better", "shuffle_dataset", "data.shuffle", "data.filter_overlong_prompts",
+     "trainer.val_before_train"}
+)  # fmt: skip
+"""Keys whose `false` is a choice of its own. That of any other key switches off what is off here too."""
 HABITS: Sequence[Habit] = (*_TRL, *_VERL, *_OTHERS)
 _BY_NAME: Mapping[str, Habit] = {
     **{habit.theirs.rpartition(".")[2]: habit for habit in reversed(HABITS)},

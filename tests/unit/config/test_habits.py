@@ -9,10 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from algorithms.grpo import GRPO
+from algorithms.kto import KTO
 from algorithms.ppo import PPO
 from rlsys.cli import app
 from rlsys.config import Config
-from rlsys.config.habits import HABITS, Habit
+from rlsys.config.conversion import convert
+from rlsys.config.habits import FALSE_MATTERS, HABITS, Habit
 from rlsys.config.plugins import ALGORITHMS
 from rlsys.errors import ConfigError
 
@@ -107,6 +109,61 @@ def test_every_key_is_converted_or_named(tmp_path: Path):
     assert "# left out: mystery.depth: 3: not known" in shown
 
 
+WHOLE = {"TRL": {"learning_rate": 1e-6, "num_generations": 4}, "verl": {"actor_rollout_ref.rollout.n": 4}}
+OF_FILES = [habit for habit in HABITS if habit.system in WHOLE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [True, False, 3, 0.5, "text", ["a", "b"], "${some.other}"], ids=repr)
+@pytest.mark.parametrize("habit", OF_FILES, ids=lambda habit: habit.theirs)
+def test_no_key_of_the_table_is_dropped_silently(tmp_path: Path, habit: Habit, value: object):
+    """A value is converted, named in a comment, or refused; `false` may switch off what is off anyway."""
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps({**WHOLE[habit.system], habit.theirs: value}))
+    try:
+        made = convert(file)
+    except ConfigError:
+        assert value != "${some.other}"
+        return
+    is_named = any(note.startswith((f"{habit.theirs}: ", f"{value} GPUs: ")) for note in (*made.notes, *made.left_out))
+    is_off = value is False and habit.theirs not in FALSE_MATTERS
+    assert is_named or is_off or made.get(habit.ours) is not None or made.get("data.sources") is not None
+
+
+def test_a_false_that_changes_a_run_is_kept(tmp_path: Path):
+    _, shown = converted(tmp_path, "grpo.json", json.dumps({**WHOLE["TRL"], "scale_rewards": False}))
+    assert "# look at: scale_rewards: False: algorithm.type, dr_grpo does not divide" in shown
+    config, _ = converted(tmp_path, "grpo.yaml", "actor_rollout_ref: {rollout: {n: 4}}\ndata: {shuffle: false}\n")
+    assert not config.data.shuffle
+    config, _ = converted(
+        tmp_path, "kto.json", json.dumps({"desirable_weight": 1.5, "beta": 0.2, "greater_is_better": False})
+    )
+    assert (config.checkpoint.best_is, config.algorithm) == ("lowest", KTO(beta=0.2, desirable_weight=1.5))
+
+
+def test_one_epsilon_of_trl_clips_on_both_sides(tmp_path: Path):
+    config, shown = converted(tmp_path, "grpo.json", json.dumps({**WHOLE["TRL"], "epsilon": 0.1}))
+    assert config.algorithm == GRPO(group_size=4, clip_low=0.1, clip_high=0.1)
+    assert shown.startswith("# converted from TRL; keys that its file leaves out have the defaults of rlsys\n")
+
+
+def test_references_of_verl_are_resolved_or_named(tmp_path: Path):
+    text = "data: {max_response_length: 64}\nactor_rollout_ref: {rollout: {n: 4}, actor: {grad_clip: '${a.b}'}}\n"
+    config, shown = converted(tmp_path, "grpo.yaml", text + "data.max_prompt_length: ${data.max_response_length}\n")
+    assert config.data.max_prompt_tokens == config.rollout.max_new_tokens == 64
+    assert "# left out: actor_rollout_ref.actor.grad_clip: ${a.b}: it is computed from other keys" in shown
+
+
+def test_reward_weights_are_never_guessed(tmp_path: Path):
+    _, shown = converted(tmp_path, "grpo.json", json.dumps({**WHOLE["TRL"], "reward_weights": [1.0, 0.5]}))
+    assert "# look at: reward_weights: [1.0, 0.5]: reward.fn" in shown
+    (tmp_path / "two.json").write_text(
+        json.dumps({**WHOLE["TRL"], "reward_weights": [1.0], "reward_funcs": ["a", "b"]})
+    )
+    with pytest.raises(ConfigError, match="give one for each of the 2 reward_funcs"):
+        convert(tmp_path / "two.json")
+
+
 @pytest.mark.parametrize("name", ["script.py", "other.yaml"])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str):
     (tmp_path / name).write_text("learning: 1\n")
@@ -154,6 +211,10 @@ def exists(key: str) -> bool:
 @pytest.mark.parametrize("habit", [habit for habit in HABITS if habit.ours], ids=lambda habit: habit.theirs)
 def test_every_counterpart_is_a_key_of_ours(habit: Habit):
     assert exists(habit.ours)
+
+
+def test_keys_whose_false_matters_are_in_the_table():
+    assert {habit.theirs for habit in HABITS} >= FALSE_MATTERS
 
 
 def test_the_table_in_the_documentation_is_that_of_the_code():
