@@ -297,6 +297,13 @@ class TrainSection(Section):
     def savings(self) -> MemorySavings:
         return MemorySavings(self.activation_checkpointing, self.gather_weights, self.offload)
 
+    @field_validator("lr_schedule")
+    @classmethod
+    def _has_an_end(cls, schedule: str, info: ValidationInfo) -> str:
+        if schedule == "cosine" and info.data.get("final_lr_fraction") == 1:
+            raise ValueError("cosine with train.final_lr_fraction 1 is constant: set that to the end, e.g. 0.1 or 0")
+        return schedule
+
     @field_validator("lora")
     @classmethod
     def _is_not_split(cls, lora: LoraSection | None, info: ValidationInfo) -> LoraSection | None:

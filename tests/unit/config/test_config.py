@@ -219,6 +219,7 @@ def test_a_missing_key_is_named_with_its_section(tmp_path: Path):
         ("train.lr=.inf", "should be a finite number"),
         ("train.betas=[0.9, 1.0]", "train.betas[1]: input should be less than 1"),
         ("train.final_lr_fraction=1.5", "less than or equal to 1"),
+        ("train.lr_schedule=cosine", "cosine with train.final_lr_fraction 1 is constant: set that to the end"),
         ("run.resume=yes_please", "should be auto, never, must, or the folder of a run, or its URL"),
         ("run.name=a/b", "should match pattern"),
         ("reward.fn=mine.py", "mine.py is a file; say what in it is meant, as in `mine.py:name`"),
