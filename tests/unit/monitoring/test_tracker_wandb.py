@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import wandb
 
 from rlsys.monitoring.events import AlertRaised, EvalDone, RolloutsWritten, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.tracker import RunFacts
@@ -66,6 +67,7 @@ def test_name_group_tags_and_notes_are_those_of_the_configuration(tmp_path: Path
     for event in (RunStarted("", 0, 20), StepDone(1, {"reward/mean": 0.5}), RunEnded(1, "finished")):
         sink.handle(event, 0.0)
     sink.close()
+    wandb.teardown()  # waits until its process has written the file
     (file,) = (tmp_path / "sums" / "tracking").glob("wandb/offline-run-*/*.wandb")
     (run,) = (record.run for record in read(file) if record.WhichOneof("record_type") == "run")
     assert (run.display_name, run.run_group, list(run.tags), run.notes) == (
