@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -236,6 +236,17 @@ def test_what_a_dead_process_left_is_removed_unless_it_is_read(folder: Path) -> 
     del held
     write(SharedMemoryTransport("here", folder), 3)
     assert name not in files(folder) and len(files(folder)) == 2
+
+
+def test_ranks_that_make_room_at_once_leave_each_other_their_files(folder: Path) -> None:
+    def make_files(number: int) -> None:
+        transport = SharedMemoryTransport(f"rank {number}", folder)
+        for _ in range(100):
+            kept = [write(transport, version, 64) for version in range(5)]
+            assert kept
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make_files, range(8)))
 
 
 def test_the_files_of_a_run_are_removed_when_it_ends(folder: Path) -> None:

@@ -1,9 +1,10 @@
 """Weights in shared memory of one machine: ranks write them once, and every process maps the same bytes.
 
-A version of a rank is a file in /dev/shm. Processes that use it have a shared lock on it. The kernel drops a lock with
-its process, so that a file without locks is one that nobody uses: its rank writes the next version into it, and the
-any rank that needs one more file removes those of others. So no reader is overwritten, and what a killed run left
-behind goes with the next.
+A version of a rank is a file in /dev/shm. Processes that use it have a shared lock on it, and the kernel drops a lock
+with its process. A rank writes the next version into a file of its own that no process has locked, so no reader is
+overwritten. Beside that, a rank owns its files while it lives: it holds a second lock on each, of another kind, from
+before the file has its name. A rank that needs one more file removes the files that have neither an owner nor a reader:
+what a killed run left behind goes with the next.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -133,15 +135,19 @@ class SharedMemoryTransport:
     def _created(self, path: Path, version: PolicyVersion, num_bytes: int) -> _Own:
         for orphan in _orphans(self._folder):
             orphan.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        unnamed = path.with_name(f".{path.name}")  # `_orphans` does not see it before it is owned
+        descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock_owned(descriptor, fcntl.F_WRLCK)
+            unnamed.rename(path)
             if num_bytes:
                 os.posix_fallocate(descriptor, 0, num_bytes)  # else a write into a full /dev/shm ends the process
             data = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8) if num_bytes else np.empty(0, np.uint8)
         except OSError as error:
             os.close(descriptor)
-            path.unlink()
+            path.unlink(missing_ok=True)
+            unnamed.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             free = shutil.disk_usage(self._folder).free
@@ -160,6 +166,15 @@ def _lock_to_write(descriptor: int) -> bool:
     return True
 
 
+def _lock_owned(descriptor: int, kind: int) -> None:
+    """Lock a file for as long as the descriptor or a mapping of it is open: to write by its owner, to read by others.
+
+    Raises `BlockingIOError` if it has an owner. The lock is apart from those of `flock`, whose conversion from one kind
+    to the other leaves a moment without any.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("@hhqqi", kind, os.SEEK_SET, 0, 0, 0))
+
+
 def _orphans(folder: Path) -> Iterator[Path]:
     """Files of processes that have ended, which no process reads."""
     for path in folder.glob(f"{WEIGHTS}*"):
@@ -168,6 +183,7 @@ def _orphans(folder: Path) -> Iterator[Path]:
         except OSError:  # it has gone, or is another user's
             continue
         try:
+            _lock_owned(descriptor, fcntl.F_RDLCK)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield path
         except BlockingIOError:  # in use
