@@ -97,6 +97,15 @@ def check_model(config: Config) -> None:
             raise ModelError(f"{key}: there is no folder {path}; give one, or `org/name` on the hub")
 
 
+def check_architectures(config: Config) -> None:
+    """Raise `ModelError` for a model of a kind that cannot be trained, from its configuration alone."""
+    from workers.train.model_loading import supported
+
+    supported(config.model.path, "model.path", max_context=config.max_context_tokens)
+    if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
+        supported(config.critic.path, "critic.path", max_context=config.max_context_tokens)
+
+
 def check_rows(config: Config) -> None:
     """Raise `ConfigError` unless each sample fits in a row: rows are what memory is planned for."""
     longest, tokens = config.max_context_tokens, config.train.micro_batch_tokens
@@ -122,6 +131,8 @@ def look_up(config: Config) -> Data:
     if config.ray.address is None:
         for own in [config.of(name) for name in config.policies] or [config]:
             check_prompts(own, "data.path", data.train.tasks)
+        for own in config.trained.values() or [config]:
+            check_architectures(own)
         for name, tasks in data.eval.items():
             check_prompts(config, f"eval.data.{name}", tasks)
     return data
