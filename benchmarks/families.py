@@ -21,6 +21,8 @@ from tests.families import FAMILIES
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 ENGINES = ("local", "vllm")
 AGREES = "agrees"
+RANK = "[rank0]: "
+"""Prefix that PyTorch gives to the lines of an error."""
 _ROW = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \|$")
 
 
@@ -46,7 +48,7 @@ def cell(engine: str, family: str) -> str:
         in_fresh_process("benchmarks.families:agree", engine, family)
         found = AGREES
     except RuntimeError as error:
-        found = str(error).strip().splitlines()[-1]
+        found = f"fails: {str(error).strip().splitlines()[-1].removeprefix(RANK)}"
     progress(f"{family} on {engine}: {found}")
     return found
 

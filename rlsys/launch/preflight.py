@@ -98,12 +98,18 @@ def check_model(config: Config) -> None:
 
 
 def check_architectures(config: Config) -> None:
-    """Raise `ModelError` for a model of a kind that cannot be trained, from its configuration alone."""
+    """Raise `ModelError` for a model of a kind that cannot be trained, from its config.json alone.
+
+    A folder without that file is passed over: a dry run needs no more than its tokenizer, and workers refuse it.
+    """
     from workers.train.model_loading import supported
 
-    supported(config.model.path, "model.path", max_context=config.max_context_tokens)
+    paths = {"model.path": config.model.path}
     if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
-        supported(config.critic.path, "critic.path", max_context=config.max_context_tokens)
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        if Path(path, "config.json").is_file() or not Path(path).is_dir():
+            supported(path, key, max_context=config.max_context_tokens)
 
 
 def check_rows(config: Config) -> None:

@@ -59,7 +59,7 @@ def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) ->
     ]
     trained = score(load_model(str(exported), torch.float32), samples, Distribution(1.0), max_tokens=1000)
     for request, one, of_trainer in zip(requests, done, trained, strict=True):
-        assert one.logprobs == pytest.approx(of_trainer, abs=1e-4)
+        assert one.logprobs == pytest.approx(of_trainer, abs=1e-4), "the logprobs of engine and trainer differ"
         assert one.logprobs == pytest.approx(logprobs_by_hand(plain, request, one.output_ids), abs=1e-4)
     assert scored[-20:] == pytest.approx(done[0].logprobs, abs=1e-4)
 
