@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import VOCAB
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.2,
 }  # fmt: skip
 LONG_ROPE = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -38,34 +20,57 @@ LONG_ROPE = {
 }  # fmt: skip
 WINDOW = 8
 """Sliding window of the families that have one; shorter than the samples of tests."""
+SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
+ALTERNATING: dict[str, Any] = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+HEADS: dict[str, Any] = {"head_dim": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CAPPED: dict[str, Any] = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}
 
-
-def _with_heads(sizes: dict[str, Any]) -> dict[str, Any]:
-    return {"head_dim": 16, **sizes}
-
-
-def _with_experts(sizes: dict[str, Any]) -> dict[str, Any]:
-    return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **sizes}
-
-
-_MAKERS: dict[str, Callable[[dict[str, Any]], PreTrainedModel]] = {
-    "llama3": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LONG_ROPE)),
-    "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)),
-    "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**_with_heads(sizes))),
-    "qwen3_moe": lambda sizes: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_with_experts(sizes))),
-    "gemma3": lambda sizes: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **_with_heads(sizes), sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
-        )
-    ),
-    "mistral": lambda sizes: MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW)),
-    "mixtral": lambda sizes: MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)),
-    "phi3": lambda sizes: Phi3ForCausalLM(Phi3Config(**sizes)),
-}
-FAMILIES = sorted(_MAKERS)
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {**ALTERNATING, "logit_scale": 0.25},
+    "gemma2": {**HEADS, **ALTERNATING, **CAPPED, "query_pre_attn_scalar": 16},
+    "gemma3": {**HEADS, **ALTERNATING, "query_pre_attn_scalar": 16},
+    "gpt_oss": {**HEADS, **ALTERNATING, **LOCAL_EXPERTS},
+    "granite": {
+        "logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+    },
+    "granitemoe": {**LOCAL_EXPERTS, "logits_scaling": 4.0, "attention_multiplier": 0.2},
+    "llama3": {"rope_parameters": LONG_ROPE},
+    "mistral": SLIDING,
+    "mixtral": LOCAL_EXPERTS,
+    "olmo2": {},
+    "olmo3": ALTERNATING,
+    "phi": {},
+    "phi3": SLIDING,
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3": HEADS,
+    "qwen3_moe": {**HEADS, **EXPERTS},
+    "smollm3": {"no_rope_layer_interval": 2},
+}  # fmt: skip
+_MODEL_TYPES = {"llama3": "llama", "gemma3": "gemma3_text"}
+"""Names of families in the Transformers library, where they differ."""
+FAMILIES = sorted(_SETTINGS)
+VLLM_FAMILIES = ["gemma3", "llama3", "mistral", "phi3", "qwen2"]
+"""Families that are sampled by vLLM in the tests: a start takes most of a minute."""
+SPLIT_FAMILIES = [
+    "gemma2", "gemma3", "gpt_oss", "granite", "llama3", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
+    "qwen3_moe",
+]  # fmt: skip
+"""Families that the tests split over ranks."""
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "head_dim": 32}
+"""Sizes that vLLM has kernels for on a CPU."""
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
-    """Build a model of a family, always the same, of other sizes with `changes`."""
+    """Build a model of a family, always the same, of other sizes with `changes`. No weight is 0 or 1: norms, biases and
+    sinks are random too."""
     torch.manual_seed(0)
-    return _MAKERS[family](SIZES | changes).eval()
+    kind = _MODEL_TYPES.get(family, family)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | _SETTINGS[family] | changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model.eval()

@@ -21,7 +21,7 @@ from rlsys.config.resource_plan import plan_of
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ConfigError
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, engine_of
-from rlsys.launch.preflight import check_rows
+from rlsys.launch.preflight import check_architectures, check_rows
 
 USUAL_GPU = 80 * 10**9
 """Memory of a GPU where none is given and this machine has none."""
@@ -145,6 +145,7 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
         )
     for each in config.trained.values() or [config]:
         check_rows(each)
+        check_architectures(each)
     from workers.train.memory_counts import memory_of_gpu
 
     own = memory_of_gpu() if memory is None else None

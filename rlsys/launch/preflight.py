@@ -102,6 +102,21 @@ def check_model(config: Config) -> None:
             raise ModelError(f"{key}: there is no folder {path}; give one, or `org/name` on the hub")
 
 
+def check_architectures(config: Config) -> None:
+    """Raise `ModelError` for a model of a kind that cannot be trained, from its config.json alone.
+
+    A folder without that file is passed over: a dry run needs no more than its tokenizer, and workers refuse it.
+    """
+    from workers.train.model_loading import supported
+
+    paths = {"model.path": config.model.path}
+    if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        if Path(path, "config.json").is_file() or not Path(path).is_dir():
+            supported(path, key, max_context=config.max_context_tokens)
+
+
 def check_rows(config: Config) -> None:
     """Raise `ConfigError` unless each sample fits in a row: rows are what memory is planned for."""
     longest, tokens = config.max_context_tokens, config.train.micro_batch_tokens
@@ -129,6 +144,8 @@ def look_up(config: Config) -> Data:
         for own in [config.of(name) for name in config.policies] or [config]:
             for source, tasks in parts.items():
                 check_prompts(own, key_of(source), tasks)
+        for own in config.trained.values() or [config]:
+            check_architectures(own)
         for name, tasks in data.eval.items():
             check_prompts(config, f"eval.data.{name}", tasks)
     return data

@@ -40,6 +40,7 @@ KEYS = {
         "tokens_per_s", "wrapper_cost", "wrapper_cost_median", "weight_change", "pause_over_memcpy",
         "pause_tp2_over_memcpy", "checksum_s", "start_up_s",
     },
+    "families": {"cells"},
     "gac": {"sorter, 0.44 M"},
     "losses": {"1k"},
     "overhead": {

@@ -11,13 +11,9 @@ from dataclasses import asdict, replace
 import psutil
 import pytest
 import torch
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from rlsys.batch.samples import Sample
-from rlsys.errors import ModelError, TaskTooLong, WorkerDied
+from rlsys.errors import TaskTooLong, WorkerDied
 from rlsys.types import Distribution, VersionSpan
 from tests.contract.engines import (
     NUM_VOCAB,
@@ -380,12 +376,3 @@ def test_a_prompt_of_another_tokenizer_is_refused_and_harms_nobody() -> None:
         return await engine.generate(ask())
 
     assert len(run(local, scenario).output_ids) == 6
-
-
-def test_a_model_with_sliding_windows_is_refused() -> None:
-    config = Qwen3Config(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32, intermediate_size=64, vocab_size=9,
-        use_sliding_window=True, sliding_window=8, max_window_layers=0,
-    )  # fmt: skip
-    with pytest.raises(ModelError, match="full attention only"):
-        local(Qwen3ForCausalLM(config))

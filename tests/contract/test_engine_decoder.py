@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from rlsys.types import PolicyVersion, Sampling
 from tests.contract.engines import NUM_VOCAB, head, llama, qwen
+from tests.families import tiny
 from workers.engines.decoder import Decoder
 from workers.engines.engine import Completion, Request
 from workers.engines.local import Residents
@@ -73,7 +75,16 @@ class Bench:
             self.decoder.step(run)
 
 
-@pytest.fixture(scope="module", params=[qwen, llama])
+def gemma(*, seed: int = 0) -> PreTrainedModel:
+    """Sliding windows of 8 tokens in every other layer, and soft caps."""
+    model = tiny("gemma2", vocab_size=NUM_VOCAB)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * seed * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module", params=[qwen, llama, gemma])
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
 

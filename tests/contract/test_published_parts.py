@@ -17,7 +17,7 @@ from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import WeightsMismatch
 from rlsys.types import Distribution
 from rlsys.weight_sync.manifest import Manifest, VersionPart
-from tests.families import FAMILIES, tiny
+from tests.families import SPLIT_FAMILIES, tiny
 from tests.models import save_model
 from tests.training import SETTINGS, JoinedRanks, Surrogate, data_of, differing, planned
 from workers.train.fsdp import FsdpBackend
@@ -104,10 +104,11 @@ def test_eight_ranks_publish_the_weights(dtype, model_path: str, eight_ranks: Jo
     assert_whole(eight_ranks(published, Job(model_path=model_path, mesh=MeshSection(shard=4, tensor=2), dtype=dtype)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_every_family_is_published_from_split_layers(family: str, four_ranks: JoinedRanks, tmp_path: Path) -> None:
-    expert = 2 if family in ("qwen3_moe", "mixtral") else 1
-    mesh = MeshSection(shard=2, tensor=2, expert=expert)
+    expert = 2 if family in ("gpt_oss", "qwen3_moe", "mixtral") else 1
+    tensor, context = (1, 2) if family == "gpt_oss" else (2, 1)  # gpt-oss has no plan for tensor
+    mesh = MeshSection(shard=2, tensor=tensor, context=context, expert=expert)
     assert_whole(four_ranks(published, Job(model_path=save_model(tmp_path, tiny(family)), mesh=mesh)))
 
 

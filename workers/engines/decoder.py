@@ -1,6 +1,7 @@
 """Continuous batching over a Hugging Face causal LM, without threads: admit jobs, step, release ended jobs.
 
 Law: **a job's tokens and logprobs do not depend on the other jobs in its batch**, bit for bit in float32 on the CPU.
+(With experts it holds to rounding: how many rows an expert computes depends on the batch.)
 Sums of floats depend on their order, and kernels choose the order by shape. Every row has the same order if the rows of
 a matrix product come in multiples of 16 and attention sees keys in multiples of 32: forwards are padded to these sizes.
 (Fewer than four rows take another code path, eight do on some processors, and so does the tail of an activation.)
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from workers.engines.engine import Completion
-from workers.engines.slot_cache import GROUPED_ATTENTION, KeptCache, SlotCache, check_cacheable
+from workers.engines.slot_cache import SLOT_ATTENTION, KeptCache, SlotCache, SlotMasks
 from workers.engines.stepping import EngineJob
 from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
 from workers.train.routing import RoutingRecorder
@@ -51,18 +52,18 @@ class Decoder:
         stop_texts: StopTexts = NO_STOP_TEXTS,
         records_routing: bool = False,
     ) -> None:
-        check_cacheable(model)
         self._recorder = RoutingRecorder(model) if records_routing else None
         self.num_slots, self.max_context = num_slots, max_context
         self.num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         self.num_tokens = 0
         self.jobs: list[EngineJob] = []
         self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
-        model.set_attn_implementation(GROUPED_ATTENTION if self._device.type == "cpu" else "sdpa")
+        model.set_attn_implementation(SLOT_ATTENTION)
         self._num_rows = _up(num_slots, ROW_MULTIPLE)
-        self._cache = SlotCache(self._num_rows, _up(max_context, KEY_MULTIPLE))
+        self._num_keys = _up(max_context, KEY_MULTIPLE)
+        self._cache = SlotCache(self._num_rows, self._num_keys)
         self._rows_S = torch.arange(self._num_rows, device=self._device)
-        self._keys_K = torch.arange(_up(max_context, KEY_MULTIPLE), device=self._device)
+        self._no_mask = torch.ones(1, 1, 1, 1, device=self._device)  # given, so that the model builds none
         self._stop_token_ids, self._stop_texts = frozenset(stop_token_ids), stop_texts
         self._is_stop_V = torch.isin(torch.arange(self.num_vocab), torch.tensor([*stop_token_ids])).to(self._device)
         self._allocate()
@@ -85,7 +86,7 @@ class Decoder:
         self._output_ids = per_slot(self.max_context)
         self._logprobs = per_slot(self.max_context, dtype=torch.float32)
         num_bytes = self._recorder.num_bytes if self._recorder else 0
-        self._routing_SKW = per_slot(len(self._keys_K), num_bytes, dtype=torch.uint8)  # as `MicroBatch.routing_RW`
+        self._routing_SKW = per_slot(self._num_keys, num_bytes, dtype=torch.uint8)  # as `MicroBatch.routing_RW`
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -176,9 +177,14 @@ class Decoder:
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of `token_ids[1:]` at temperature 1, in a separate forward that changes no slot."""
         ids_BL = self._tensor([token_ids])
-        is_seen_LK = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool, device=self._device).tril()
-        mask_BLK = torch.where(is_seen_LK, 0.0, -torch.inf).to(self._dtype)[None]
-        logits_BLV = self._model(input_ids=ids_BL, attention_mask=mask_BLK[:, None], use_cache=False).logits
+        positions_BL = torch.arange(len(token_ids), device=self._device)[None]
+        logits_BLV = self._model(
+            input_ids=ids_BL,
+            position_ids=positions_BL,
+            attention_mask=self._no_mask,
+            slot_masks=SlotMasks(positions_BL, len(token_ids), self._dtype),
+            use_cache=False,
+        ).logits
         logprobs_LV = logits_BLV[0, :-1].float().log_softmax(-1)
         return tuple(logprobs_LV.gather(1, ids_BL[0, 1:, None])[:, 0].tolist())
 
@@ -265,13 +271,11 @@ class Decoder:
 
     def _forward(self, ids_BL: Tensor, positions_BL: Tensor, keep: Tensor | Literal[0] = 0) -> Tensor:
         """Logits at the columns `keep` (0: all) of the cache's window; `positions_BL` may have one row."""
-        num_keys = self._cache.window.num_keys
-        is_seen_BLK = self._keys_K[:num_keys] <= positions_BL[..., None]
-        mask_BLK = torch.where(is_seen_BLK, 0.0, -torch.inf).to(self._dtype)
         logits = self._model(
             input_ids=ids_BL,
             position_ids=positions_BL,
-            attention_mask=mask_BLK[:, None],
+            attention_mask=self._no_mask,
+            slot_masks=SlotMasks(positions_BL, self._cache.window.num_keys, self._dtype),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=keep,

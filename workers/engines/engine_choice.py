@@ -12,6 +12,7 @@ from rlsys.errors import ConfigError, ModelError, WorkerError
 from workers.engines.engine import EngineChoice, EngineName, EngineSpec
 from workers.train.lora import add_adapter
 from workers.train.model_loading import load_model, outline
+from workers.train.model_support import check_context
 
 if TYPE_CHECKING:
     from workers.engines.engine import Engine
@@ -88,6 +89,7 @@ async def start_engine(
         from workers.engines.local import LocalEngine
 
         model = load_model(spec.model_path, getattr(torch, spec.dtype), device)
+        check_context(model, spec.max_context, f"model {spec.model_path!r}")
         if spec.lora:
             add_adapter(model, spec.lora, spec.model_path)
         engine = LocalEngine(model, spec, stop_token_ids=stop_token_ids, decode=decode, name=worker)

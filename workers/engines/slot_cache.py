@@ -1,25 +1,24 @@
 """A key-value cache of fixed slots, one request each, behind the cache interface of transformers; attention over it.
 
 Every forward uses a *window*: neighbouring slots, the positions that its tokens are written at, and the number of keys
-that attention sees. Used slots are contiguous from the front, so a window is a view: attention copies nothing.
+that attention sees. Used slots are contiguous from the front, so a window is a view: attention copies nothing. Layers
+with a sliding window keep all keys as well, and mask those that are too old.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rlsys.errors import ModelError
 from rlsys.types import PolicyVersion
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from workers.train.attention_kernels import dense_attention
 
 
 class SlotWindow:
@@ -128,33 +127,58 @@ class SlotCache(Cache):
         return [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
-def check_cacheable(model: PreTrainedModel) -> None:
-    """Raise `ModelError` if a layer caches something other than all keys and values (a sliding window, a state)."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer}
-    if kinds:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ModelError(
-            f"{type(model).__name__} has layers cached as {names}; the local engine serves full attention only: "
-            "choose another model or engine"
-        )
+class SlotMasks:
+    """Masks of one forward over slots: a token sees the keys up to its position, or the newest of them."""
+
+    def __init__(self, positions_BL: Tensor, num_keys: int, dtype: torch.dtype) -> None:
+        """`positions_BL` are those of the forward's tokens; key i of a slot is at position i.
+
+        A free slot may have a later position than all keys. It sees some too: of none, attention would be NaN.
+        """
+        keys_K = torch.arange(num_keys, device=positions_BL.device)
+        self._distance_BLK, self._dtype = positions_BL[..., None].clamp(max=num_keys - 1) - keys_K, dtype
+        self._masks: dict[int | None, Tensor] = {}
+
+    def of(self, window: int | None) -> Tensor:
+        """Return the mask of a layer, (rows or 1, 1, tokens, keys): 0 where a key is seen, else minus infinity."""
+        if window not in self._masks:
+            is_seen_BLK = self._distance_BLK >= 0
+            if window is not None:
+                is_seen_BLK &= self._distance_BLK < window
+            self._masks[window] = torch.where(is_seen_BLK, 0.0, -torch.inf).to(self._dtype)[:, None]
+        return self._masks[window]
 
 
-def grouped_attention(
+def slot_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
+    *,
+    scaling: float,
+    slot_masks: SlotMasks,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention whose query heads share key heads inside the CPU kernel; transformers copies the keys per head."""
+    """Attention of a model's layer to the window of a `SlotCache`; `s_aux` are sinks, one for each head.
+
+    On the CPU, query heads share key heads inside the kernel; transformers copies the keys per head.
+    """
+    mask = slot_masks.of(sliding_window or None)
+    if softcap is not None or s_aux is not None:
+        return dense_attention(query, key, value, mask, scale=scaling, softcap=softcap, sinks_H=s_aux), None
+    if query.device.type != "cpu":
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)
     is_grouped = query.shape[1] != key.shape[1]
     output = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=is_grouped
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=is_grouped
     )
     return output.transpose(1, 2).contiguous(), None
 
 
-GROUPED_ATTENTION = "rlsys_grouped"
-AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+SLOT_ATTENTION = "rlsys_slots"
+"""Name of this attention in the configuration of a model."""
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -9,7 +9,6 @@ Shape suffixes: as in `rlsys.batch.tensors`, and `V` vocabulary, `H` hidden size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, packed
 from rlsys.types import Distribution
 from workers.train.context import ContextGroup
+from workers.train.output_layer import OutputLayer
 from workers.train.row_attention import AttentionRow, use_row_attention
 from workers.train.truncation import distribution_logits
 
@@ -55,27 +55,27 @@ def trained_logprobs(
     The entropy is detached. At most `max_logits` logits are alive at once, or those of one token. All ranks of
     `context` call it and get the whole result.
     """
-    head, mb = cast("nn.Linear", model.get_output_embeddings()), micro_batch
+    output, mb = OutputLayer.of(model), micro_batch
     if context is None:
-        return token_logprobs(head, hidden_states(model, mb), mb.targets_N, distribution, max_logits=max_logits)
+        return token_logprobs(output, hidden_states(model, mb), mb.targets_N, distribution, max_logits=max_logits)
     mb = context.padded(mb)
     targets_M = mb.targets_N[context.own_tokens(mb)]
     hidden_MH = hidden_states(model, mb, context)
-    found = token_logprobs(head, hidden_MH, targets_M, distribution, max_logits=max_logits)
+    found = token_logprobs(output, hidden_MH, targets_M, distribution, max_logits=max_logits)
     return context.joined(found[0], mb), context.joined(found[1], mb)
 
 
 def token_logprobs(
-    head: nn.Linear, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution, *, max_logits: int
+    output: OutputLayer, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution, *, max_logits: int
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of tokens after these hidden states, chunk by chunk; see `trained_logprobs`."""
     copies = TRUNCATION_COPIES if distribution.is_truncated else 1
-    rows = max(1, max_logits // (copies * head.out_features))
+    rows = max(1, max_logits // (copies * output.num_vocab))
     chunked = zip(hidden_NH.split(rows), tokens_N.split(rows), strict=True)
     if len(tokens_N) <= rows or not torch.is_grad_enabled():
-        chunks = [_token_logprobs(head, h, t, distribution) for h, t in chunked]
+        chunks = [_token_logprobs(output, h, t, distribution) for h, t in chunked]
     else:
-        chunks = [checkpoint(_token_logprobs, head, h, t, distribution, use_reentrant=False) for h, t in chunked]
+        chunks = [checkpoint(_token_logprobs, output, h, t, distribution, use_reentrant=False) for h, t in chunked]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -127,9 +127,9 @@ def row_states(model: PreTrainedModel, tokens_R: Tensor, positions_R: Tensor, ro
 
 
 def _token_logprobs(
-    head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution
+    output: OutputLayer, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution
 ) -> tuple[Tensor, Tensor]:
-    logprobs_NV = distribution_logits(head(hidden_NH), tokens_N, distribution).log_softmax(-1)
+    logprobs_NV = distribution_logits(output.logits(hidden_NH), tokens_N, distribution).log_softmax(-1)
     with torch.no_grad():
         terms_NV = logprobs_NV.exp() * logprobs_NV
         entropy_N = -(terms_NV.nan_to_num_(0.0) if distribution.is_truncated else terms_NV).sum(-1)

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -26,6 +26,7 @@ from workers.train.activations import checkpoint_layers, decoder_layers
 from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
 from workers.train.lora import adapter_of, add_adapter
 from workers.train.model_loading import check_exists, outline
+from workers.train.output_layer import OutputLayer
 from workers.train.routing import Routers
 from workers.train.row_attention import AttentionBlock, AttentionRow
 from workers.train.split_layers import check_splits, experts_of
@@ -267,5 +268,5 @@ def _hidden(model: PreTrainedModel, positions: int) -> Tensor:
 
 def _logprobs(model: PreTrainedModel, hidden_NH: Tensor) -> Tensor:
     tokens_N = torch.zeros(len(hidden_NH), dtype=torch.int64, device=META)
-    head = cast("nn.Linear", model.get_output_embeddings())
-    return token_logprobs(head, hidden_NH, tokens_N, Distribution(1.0), max_logits=MAX_LOGITS)[0]
+    output = OutputLayer.of(model)
+    return token_logprobs(output, hidden_NH, tokens_N, Distribution(1.0), max_logits=MAX_LOGITS)[0]

@@ -24,6 +24,7 @@ from transformers.distributed import DistributedConfig
 
 from rlsys.errors import ModelError
 from rlsys.util.files import can_be_hub_name
+from workers.train.model_support import check_context, check_supported
 from workers.train.optimizer import local
 
 ModelClass: TypeAlias = type[AutoModelForCausalLM | AutoModelForSequenceClassification | PreTrainedModel]
@@ -31,8 +32,6 @@ LayOut: TypeAlias = Callable[[PreTrainedModel], None]
 """Lays a model out over ranks, while its parameters are on the meta device: each becomes a shard, a `DTensor`."""
 
 CPU = torch.device("cpu")
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Configuration fields of models that change logits after the output matrix."""
 
 
 def load_model(
@@ -48,11 +47,7 @@ def load_model(
     It stays in eval mode even in training. Sampling uses no dropout, so a forward with dropout would compare the
     sampler's logprobs with those of another network. Raises `ModelError`.
     """
-    shape = outline(path)
-    for field in _LOGIT_TRANSFORMS:
-        if getattr(shape.config.get_text_config(), field, None) not in (None, 1, 1.0):
-            raise ModelError(f"model {path!r} is not supported: it changes logits after the output matrix ({field})")
-    model = pretrained(type(shape), path, dtype, key="model", what="causal language model", lay_out=lay_out)
+    model = pretrained(type(supported(path)), path, dtype, key="model", what="causal language model", lay_out=lay_out)
     return on_device(model, device, state_device)
 
 
@@ -74,7 +69,7 @@ def load_base_model(
         if lay_out is not None:
             lay_out(cast("PreTrainedModel", model.base_model))
 
-    kind = type(outline(path, key))
+    kind = type(supported(path, key))
     model = pretrained(kind, path, dtype, key=key, what="causal language model", lay_out=of_base if lay_out else None)
     return on_device(cast("PreTrainedModel", model.base_model), device, state_device)
 
@@ -167,6 +162,16 @@ def outline(path: str, key: str = "model") -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{key} {path!r} does not load as a causal language model: {error}") from error
+
+
+def supported(path: str, key: str = "model", *, max_context: int | None = None) -> PreTrainedModel:
+    """Return the `outline` of a model in bfloat16. Raises `ModelError` too if it is of a kind that is not supported, or
+    not for samples of `max_context` tokens."""
+    model, name = outline(path, key), f"{key} {path!r}"
+    check_supported(model, name)
+    if max_context is not None:
+        check_context(model, max_context, name)
+    return model
 
 
 def load_tokenizer(path: str, key: str = "model") -> PreTrainedTokenizerBase:

@@ -3,8 +3,9 @@
 `AttentionRow` cuts the row into blocks: each run of new tokens attends causally to itself, and everything below a run
 in the tree attends to all of it. On the CPU, PyTorch's flash attention computes each block, and the blocks of a query
 are joined by their log-sum-exps, forward and backward. So no matrix over the whole row exists, keys and values are not
-copied for each sample, and nothing is masked except by a sliding window. On CUDA, flex attention takes the same rule as
-a mask; that never ran.
+copied for each sample, and nothing is masked except by a sliding window, which counts positions of a sample and not of
+the row. Scores with a soft cap and sinks are in `attention_kernels`. On CUDA, flex attention takes the same rule as a
+mask; that never ran.
 
 Shape suffixes: `R` positions of the row, `B` blocks computed together, `Q` and `L` their queries and keys, `H` query
 heads, `K` key-value heads, `D` width of a head.
@@ -16,29 +17,29 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias, cast
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask
 
 from rlsys.errors import ModelError
+from workers.train.attention_kernels import attend, attend_backward, dense_attention
 from workers.train.context import ContextGroup
 
 ROW_ATTENTION = "rlsys_row"
 """Name of this attention in the configuration of a model."""
 _LONG = 128
 """Runs of at least so many tokens are blocks of their own; shorter ones are computed together."""
-_KNOWN = {"position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
-"""Arguments of the Transformers library that change no result here. Others, as attention sinks, are refused."""
+_KNOWN = {
+    "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions", "output_router_logits",
+    "logits_to_keep",
+}  # fmt: skip
+"""Arguments of the Transformers library that change no result here. Others, as a bias of positions, are refused."""
 _Rows: TypeAlias = "slice | Tensor"
-
-_sdpa = cast("Callable[..., tuple[Tensor, None]]", sdpa_attention_forward)
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Segment:
     @property
     def num_below(self) -> int:
         return self.until - self.end
+
+    def pieces(self, length: int) -> Iterator[Segment]:
+        """Cut it into segments of at most so many tokens: each is below those before it."""
+        for start in range(self.start, self.end, length):
+            yield Segment(start, min(self.end, start + length), self.until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +121,15 @@ class AttentionRow:
 
     def _windowed(self, runs: list[Segment], window: int) -> Iterator[AttentionBlock]:
         positions_R = self._positions_R
-        for run in runs:
+        length = max(window, _LONG)
+        for run in chain.from_iterable(whole.pieces(length) for whole in runs):
             own = slice(run.start, run.end)
-            distance_QL = positions_R[own, None] - positions_R[own]
-            yield AttentionBlock(own, own, is_causal=False, mask_QL=_bias((distance_QL >= 0) & (distance_QL < window)))
+            if run.length <= window:
+                yield AttentionBlock(own, own, is_causal=True)
+            else:
+                distance_QL = positions_R[own, None] - positions_R[own]
+                is_seen_QL = (distance_QL >= 0) & (distance_QL < window)
+                yield AttentionBlock(own, own, is_causal=False, mask_QL=_bias(is_seen_QL))
             # Only queries that see the last key: others see none, and the sum of their weights is 0.
             below_Q = torch.arange(run.end, run.until, device=positions_R.device)
             near_Q = below_Q[positions_R[below_Q] - positions_R[run.end - 1] < window]
@@ -191,7 +202,8 @@ class _JoinedBlocks(torch.autograd.Function):
 
     Softmax over the keys of several blocks is the average of the blocks' results with weights exp(lse_b - lse), where
     lse is the log-sum-exp over all keys. The backward pass of flash attention needs only the joined result and lse:
-    given them, each block's gradients are its shares of the whole gradients (ring attention, arXiv:2310.01889).
+    given them, each block's gradients are its shares of the whole gradients (ring attention, arXiv:2310.01889). A sink
+    is one more block, whose value is 0.
     """
 
     @staticmethod
@@ -200,17 +212,19 @@ class _JoinedBlocks(torch.autograd.Function):
         query_RHD: Tensor,
         key_RKD: Tensor,
         value_RKD: Tensor,
+        sinks_H: Tensor | None,
         blocks: list[AttentionBlock],
         scale: float,
+        softcap: float | None,
     ) -> Tensor:
         num_kv, summed = key_RKD.shape[1], torch.promote_types(query_RHD.dtype, torch.float32)
         joined_RHD = query_RHD.new_zeros(query_RHD.shape, dtype=summed)
         lse_RH = query_RHD.new_full(query_RHD.shape[:2], -torch.inf, dtype=summed)
         for block in blocks:
-            out, lse = _attend(
+            out, lse = attend(
                 _heads(query_RHD, block.queries, num_kv), _heads(key_RKD, block.keys, num_kv, query_RHD.shape[1]),
-                _heads(value_RKD, block.keys, num_kv, query_RHD.shape[1]), 0.0, block.is_causal,
-                attn_mask=_cast(block.mask_QL, query_RHD.dtype), scale=scale,
+                _heads(value_RKD, block.keys, num_kv, query_RHD.shape[1]), _cast(block.mask_QL, query_RHD.dtype),
+                is_causal=block.is_causal, scale=scale, softcap=softcap,
             )  # fmt: skip
             rows, own = block.rows(), block.own(_tokens(out, num_kv)).to(summed)
             own_lse = block.own(_tokens(lse[..., None], num_kv))[..., 0]
@@ -219,25 +233,29 @@ class _JoinedBlocks(torch.autograd.Function):
             share, own_share = (before - total).exp_(), (own_lse - total).exp_()
             _put(lse_RH, rows, total)
             _put(joined_RHD, rows, (_taken(joined_RHD, rows) * share[..., None]).addcmul_(own, own_share[..., None]))
+        if sinks_H is not None:
+            total = torch.logaddexp(lse_RH, sinks_H.to(summed))
+            joined_RHD *= (lse_RH - total).exp_()[..., None]
+            lse_RH = total
         result_RHD = joined_RHD.to(query_RHD.dtype)
-        ctx.save_for_backward(query_RHD, key_RKD, value_RKD, result_RHD, lse_RH)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.save_for_backward(query_RHD, key_RKD, value_RKD, sinks_H, result_RHD, lse_RH)
+        ctx.blocks, ctx.scale, ctx.softcap = blocks, scale, softcap
         return result_RHD
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         (gradient_RHD,) = gradients
-        query_RHD, key_RKD, value_RKD, result_RHD, lse_RH = ctx.saved_tensors
+        query_RHD, key_RKD, value_RKD, sinks_H, result_RHD, lse_RH = ctx.saved_tensors
         num_kv, num_heads = key_RKD.shape[1], query_RHD.shape[1]
         sums = [t.new_zeros(t.shape, dtype=lse_RH.dtype) for t in (query_RHD, key_RKD, value_RKD)]
         for block in ctx.blocks:
             gradient = _heads(gradient_RHD, block.queries, num_kv, real=block.real)
             lse = _heads(lse_RH[..., None], block.queries, num_kv)[..., 0]
-            shares = _attend_backward(
+            shares = attend_backward(
                 gradient, _heads(query_RHD, block.queries, num_kv),
                 _heads(key_RKD, block.keys, num_kv, num_heads), _heads(value_RKD, block.keys, num_kv, num_heads),
-                _heads(result_RHD, block.queries, num_kv), lse, 0.0, block.is_causal,
-                attn_mask=_cast(block.mask_QL, query_RHD.dtype), scale=ctx.scale,
+                _heads(result_RHD, block.queries, num_kv), lse, _cast(block.mask_QL, query_RHD.dtype),
+                is_causal=block.is_causal, scale=ctx.scale, softcap=ctx.softcap,
             )  # fmt: skip
             for whole, share, rows in zip(sums, shares, (block.queries, block.keys, block.keys), strict=True):
                 one_each = _tokens(share, num_kv)
@@ -247,7 +265,11 @@ class _JoinedBlocks(torch.autograd.Function):
                     whole[rows] += one_each[0]
                 else:
                     whole.index_add_(0, rows.flatten(), one_each.flatten(0, 1).to(whole.dtype))
-        return *(t.to(query_RHD.dtype) for t in sums), None, None
+        of_sinks_H = None
+        if sinks_H is not None:
+            inner_RH = (gradient_RHD.to(lse_RH.dtype) * result_RHD.to(lse_RH.dtype)).sum(-1)
+            of_sinks_H = -((sinks_H.to(lse_RH.dtype) - lse_RH).exp() * inner_RH).sum(0).to(sinks_H.dtype)
+        return *(t.to(query_RHD.dtype) for t in sums), of_sinks_H, None, None, None
 
 
 def _taken(x_RHD: Tensor, rows: _Rows) -> Tensor:
@@ -285,7 +307,7 @@ def _cast(mask_QL: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Callable[..., tuple[Tensor, AuxOutput]]:
     return torch.compile(flex_attention)
 
 
@@ -299,42 +321,80 @@ def row_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     row: AttentionRow | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attention of a model's layer, in the form of the Transformers library; as its `sdpa` without a `row`.
+    """Attention of a model's layer, in the form of the Transformers library; by the mask without a `row`.
 
-    Raises `ModelError` for a model whose attention has parts that are not known here.
+    `s_aux` are sinks, one for each head. Raises `ModelError` for a model whose attention has parts that are not known
+    here.
     """
     if row is None:
-        given = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **others}
-        return _sdpa(module, query, key, value, attention_mask, **given)
+        given = {"scale": scaling, "softcap": softcap, "sinks_H": s_aux}
+        return dense_attention(query, key, value, attention_mask, **given), None
     if unknown := sorted(name for name, given in others.items() if name not in _KNOWN and given is not None):
         raise ModelError(
-            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not supported"
+            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not supported: choose "
+            "another model"
         )
+    if key.shape[-1] != value.shape[-1]:
+        raise ModelError(
+            f"{type(module).__name__} has values of another width than keys, which is not supported: choose another "
+            "model"
+        )
+    rule = _Rule(sliding_window or None, scaling, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if row.context is None:
-        return _attention(q, k, v, row, sliding_window, scaling)[None], None
+        return _attention(q, k, v, s_aux, row, rule)[None], None
     q, k, v = map(row.context.to_heads, (q, k, v))
-    found_RGD = _attention(q, k, v, row, sliding_window, scaling)
-    return row.context.to_positions(found_RGD)[None], None
+    sinks = None if s_aux is None else row.context.own(s_aux)
+    return row.context.to_positions(_attention(q, k, v, sinks, row, rule))[None], None
+
+
+class _Rule(NamedTuple):
+    """What a layer does with scores."""
+
+    window: int | None
+    scale: float
+    softcap: float | None
 
 
 def _attention(
-    query_RHD: Tensor, key_RKD: Tensor, value_RKD: Tensor, row: AttentionRow, window: int | None, scale: float
+    query_RHD: Tensor, key_RKD: Tensor, value_RKD: Tensor, sinks_H: Tensor | None, row: AttentionRow, rule: _Rule
 ) -> Tensor:
     if query_RHD.device.type != "cuda":
-        return cast("Tensor", _JoinedBlocks.apply(query_RHD, key_RKD, value_RKD, row.blocks(window), scale))
-    heads = (x.transpose(0, 1)[None] for x in (query_RHD, key_RKD, value_RKD))
-    return _compiled_flex()(*heads, block_mask=row.mask(window), scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        blocks = row.blocks(rule.window)
+        joined = _JoinedBlocks.apply(query_RHD, key_RKD, value_RKD, sinks_H, blocks, rule.scale, rule.softcap)
+        return cast("Tensor", joined)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query_RHD, key_RKD, value_RKD))
+    return _flex(query, key, value, sinks_H, row.mask(rule.window), rule)[0].transpose(0, 1)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, mask: BlockMask, rule: _Rule) -> Tensor:
+    """Flex attention of `(1, H, R, D)`."""
+    cap = rule.softcap
+
+    def capped(score: Tensor, *_indices: Tensor) -> Tensor:
+        assert cap is not None
+        return cap * torch.tanh(score / cap)
+
+    found, aux = _compiled_flex()(
+        query, key, value, block_mask=mask, scale=rule.scale, enable_gqa=True,
+        score_mod=None if cap is None else capped, return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    if sinks_H is None:
+        return found
+    share = torch.sigmoid(cast("Tensor", aux.lse) - sinks_H[:, None].float())
+    return found * share[..., None].to(found.dtype)
 
 
 def use_row_attention(model: PreTrainedModel) -> None:
-    """Let the model's layers attend by a row where they are given one, and as `sdpa` where not."""
+    """Let the model's layers attend by a row where they are given one, and by a mask where not."""
     if model.config._attn_implementation != ROW_ATTENTION:
         model.set_attn_implementation(ROW_ATTENTION)
 
 
 AttentionInterface.register(ROW_ATTENTION, row_attention)
-AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ROW_ATTENTION, eager_mask)

@@ -14,32 +14,51 @@ from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.types import VersionSpan
 from tests.trees import trees
+from workers.train.attention_kernels import MAX_SCORES, attend, attend_backward
 from workers.train.row_attention import AttentionRow, row_attention
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, is_seen_RR: Tensor) -> Tensor:
+def masked(
+    query: Tensor, key: Tensor, value: Tensor, is_seen_RR: Tensor, softcap: float | None, sinks_H: Tensor | None
+) -> Tensor:
     """Attention as one matrix."""
-    result = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=is_seen_RR, scale=0.3, enable_gqa=True
-    )
-    return result.transpose(1, 2)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * 0.3
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~is_seen_RR, -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H[None, :, None, None].expand(-1, -1, scores.shape[2], -1)], -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
-def check(samples: list[Sample], window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+def check(
+    samples: list[Sample],
+    window: int | None,
+    dtype: torch.dtype,
+    tolerance: float,
+    *,
+    softcap: float | None = None,
+    has_sinks: bool = False,
+) -> None:
     batch = MicroBatch.of(samples)
     size = len(batch.tokens_R)
     rng = torch.Generator().manual_seed(size)
     made = [torch.randn(1, heads, size, 8, generator=rng, dtype=torch.float64) for heads in (4, 2, 2)]
+    made += [torch.randn(4, generator=rng, dtype=torch.float64)] * has_sinks
     towards = torch.randn(1, size, 4, 8, generator=rng, dtype=torch.float64)
     at = torch.arange(size)
     is_seen_RR = (at <= at[:, None]) & (at[:, None] < batch.until_R)
     if window is not None:
         is_seen_RR &= batch.positions_R[:, None] - batch.positions_R < window
-    exact = query, key, value = [x.clone().requires_grad_() for x in made]
-    expected = masked(query, key, value, is_seen_RR)
-    own = query, key, value = [x.to(dtype).requires_grad_() for x in made]
+    exact = query, key, value, *sinks = [x.clone().requires_grad_() for x in made]
+    expected = masked(query, key, value, is_seen_RR, softcap, sinks[0] if sinks else None)
+    own = query, key, value, *sinks = [x.to(dtype).requires_grad_() for x in made]
     row = AttentionRow.of(batch.until_R, batch.positions_R)
-    actual, _ = row_attention(nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, row=row)
+    actual, _ = row_attention(
+        nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, softcap=softcap,
+        s_aux=sinks[0] if sinks else None, row=row,
+    )  # fmt: skip
     (expected * towards).sum().backward()
     (actual * towards.to(dtype)).sum().backward()
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
@@ -49,14 +68,24 @@ def check(samples: list[Sample], window: int | None, dtype: torch.dtype, toleran
 
 
 @settings(deadline=None, max_examples=60)
-@given(samples=trees(), window=st.sampled_from([None, 1, 2, 5, 30]))
-def test_it_equals_the_masked_matrix_on_any_tree(samples: list[Sample], window: int | None) -> None:
-    check(samples, window, torch.float64, 1e-9)
+@given(
+    samples=trees(),
+    window=st.sampled_from([None, 1, 2, 5, 30]),
+    softcap=st.sampled_from([None, 0.5]),
+    has_sinks=st.booleans(),
+)
+def test_it_equals_the_masked_matrix_on_any_tree(
+    samples: list[Sample], window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
+    check(samples, window, torch.float64, 1e-9, softcap=softcap, has_sinks=has_sinks)
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 100, 150])
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
-def test_long_runs_are_equal_too(dtype: torch.dtype, tolerance: float, window: int | None) -> None:
+def test_long_runs_are_equal_too(
+    dtype: torch.dtype, tolerance: float, softcap: float | None, window: int | None
+) -> None:
     """Prompts of 200 and 20 tokens, completions of 1 to 300."""
     rng = random.Random(0)
 
@@ -68,4 +97,21 @@ def test_long_runs_are_equal_too(dtype: torch.dtype, tolerance: float, window: i
         for prompt in (ids(200), ids(20), ids(21))
         for size in (1, 7, 60, 150, 300)
     ]
-    check(samples, window, dtype, tolerance)
+    check(samples, window, dtype, tolerance, softcap=softcap, has_sinks=True)
+
+
+def test_scores_with_a_soft_cap_are_computed_in_pieces() -> None:
+    """A causal block of more scores than `MAX_SCORES`."""
+    size, generator = int(MAX_SCORES**0.5) + 100, torch.Generator().manual_seed(0)
+    given = query, key, value, towards = [torch.randn(1, 1, size, 4, generator=generator) for _ in range(4)]
+    query, key, value = [x.clone().requires_grad_() for x in given[:3]]
+    scores = 2.0 * (query @ key.mT * 0.25).tanh()
+    scores = scores.masked_fill(torch.ones(size, size, dtype=torch.bool).triu(1), -torch.inf)
+    expected = scores.softmax(-1) @ value
+    (expected * towards).sum().backward()
+    with torch.no_grad():
+        result, lse = attend(query, key, value, None, is_causal=True, scale=0.5, softcap=2.0)
+        shares = attend_backward(towards, query, key, value, result, lse, None, is_causal=True, scale=0.5, softcap=2.0)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    for share, x in zip(shares, (query, key, value), strict=True):
+        torch.testing.assert_close(share, x.grad, rtol=1e-3, atol=1e-4)

@@ -140,8 +140,8 @@ def test_a_sliding_window_sees_the_same_tokens_as_a_plain_forward(window: int) -
 def test_attention_with_unknown_parts_is_refused() -> None:
     row = AttentionRow.of(torch.tensor([1]), torch.tensor([0]))
     one = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(ModelError, match="Identity asks for attention with s_aux, softcap, which is not supported"):
-        row_attention(torch.nn.Identity(), one, one, one, None, scaling=1.0, row=row, s_aux=one, softcap=3.0)
+    with pytest.raises(ModelError, match="Identity asks for attention with position_bias, which is not supported"):
+        row_attention(torch.nn.Identity(), one, one, one, None, scaling=1.0, row=row, position_bias=one)
 
 
 @pytest.mark.gpu
