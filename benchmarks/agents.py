@@ -31,7 +31,7 @@ from statistics import fmean, quantiles
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from benchmarks.measure import in_fresh_process, in_turn, parser_of, print_result, ratios, spread, spreads
-from rlsys.agents.agent import Policy
+from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
@@ -212,7 +212,12 @@ class SlowPolicy(ScriptedPolicy):
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         began_s = time.perf_counter()
         await asyncio.sleep(self.chance.uniform(SHORTEST_TURN_S, LONGEST_TURN_S))

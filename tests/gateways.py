@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 from openai import AsyncOpenAI
 
-from rlsys.agents.agent import Policy
+from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.gateway.gateway_server import Endpoint, Gateway, shared_gateway
 from rlsys.agents.session import Budget
 from rlsys.agents.workflow import Session
@@ -64,7 +64,12 @@ class HeldPolicy(ScriptedPolicy):
     num_cancelled: int = 0
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         self.num_waiting += 1
         try:
@@ -74,7 +79,7 @@ class HeldPolicy(ScriptedPolicy):
             raise
         finally:
             self.num_waiting -= 1
-        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
 
 
 @dataclass
@@ -84,7 +89,12 @@ class FailingPolicy(ScriptedPolicy):
     error: Exception = field(default_factory=RuntimeError)
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         raise self.error
 
@@ -94,7 +104,12 @@ class PickyPolicy(ScriptedPolicy):
     """Has no room for what says `long`, a template that does not take `odd`, and never replies to `slow`."""
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         asked = "".join(map(chr, prompt_ids))
         if "long" in asked:
@@ -103,7 +118,7 @@ class PickyPolicy(ScriptedPolicy):
             raise DataError("the template takes no 'odd'")
         if "slow" in asked:
             await asyncio.Event().wait()
-        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
 
 
 def user(text: str) -> Message:

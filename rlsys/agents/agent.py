@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from rlsys.agents.tool_calls import Call, ToolCall, described, read_calls
+from rlsys.agents.tool_calls import Call, ToolCall, after_thinking, described, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
 from rlsys.batch.samples import without_repeats
 from rlsys.errors import TaskTooLong, ToolError
@@ -22,6 +22,14 @@ from rlsys.util.seeds import request_seed
 
 if TYPE_CHECKING:
     from rlsys.agents.session import Session
+
+
+Tell: TypeAlias = Callable[[str], None]
+"""Takes the text of a reply so far, while it is sampled. Every text begins with the one before."""
+
+
+_LAST = 8
+"""Tokens at the end of a prompt that can open the thinking."""
 
 
 class AgentStopped(Exception):
@@ -86,10 +94,15 @@ class Policy(Protocol):
         """
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         """Sample one completion, with logprobs and versions, of at most `max_new_tokens` and the run's limit. It ends
-        after a text of `stop`, as after those of the run."""
+        after a text of `stop`, as after those of the run. `tell` gets its text from time to time, and not the end."""
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         """Return the turn for a given completion, with the current logprobs of its tokens and their version."""
@@ -169,17 +182,19 @@ class Agent:
         tools: tuple[ToolSchema, ...] = (),
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> str:
         """Append `prompt` (text or messages) to the conversation, and return the policy's reply.
 
         None continues from the current context. `max_new_tokens` can lower the run's limit, never raise it. The reply
-        ends after a text of `stop`, which is part of it. Text is a
-        user's message; if the model has no chat template and no message came before, it is appended unchanged.
+        ends after a text of `stop`, which is part of it, and
+        `tell` gets its text while it is sampled. Text is a user's message; if the model has no chat template and no
+        message came before, it is appended unchanged.
 
         `tools` are described to the policy; `act` also reads its calls. Raises `ContextFull` if the conversation no
         longer fits, `BudgetSpent` if a limit of the workflow is reached.
         """
-        return await self._exchange(prompt, tools, max_new_tokens=max_new_tokens, stop=stop)
+        return await self._exchange(prompt, tools, max_new_tokens=max_new_tokens, stop=stop, tell=tell)
 
     async def act(
         self,
@@ -188,13 +203,18 @@ class Agent:
         *,
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        begin: str = "",
+        tell: Tell | None = None,
     ) -> Reply:
         """Chat with tools on offer. Returns the reply with its calls, which `answer` runs.
 
-        Tools that differ from those offered so far are described after `prompt`. Raises `ValueError` in a plain-text
-        context, which cannot offer tools.
+        Tools that differ from those offered so far are described after `prompt`. The reply begins with `begin`, such as
+        the opening of a call: that text is context, and the policy samples what follows. Raises `ValueError` in a
+        plain-text context, which cannot offer tools.
         """
-        text = await self._exchange(prompt, tools.schemas, max_new_tokens=max_new_tokens, stop=stop)
+        text = await self._exchange(
+            prompt, tools.schemas, max_new_tokens=max_new_tokens, stop=stop, begin=begin, tell=tell
+        )
         content, calls = read_calls(text, f"call_{self.number}_{len(self.turns) - 1}")
         return Reply(text, content, calls)
 
@@ -293,9 +313,11 @@ class Agent:
         *,
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        begin: str = "",
+        tell: Tell | None = None,
         recited: str | None = None,
     ) -> str:
-        """Append `prompt`, record the policy's reply, sampled or `recited`, and return it."""
+        """Append `prompt`, record the policy's reply, sampled or `recited`, and return it with its beginning."""
         self._check_silent()
         if self._session.is_over:
             raise RuntimeError(f"agent {self.name!r} is asked after its session ended: await all work in `run`")
@@ -304,12 +326,16 @@ class Agent:
         self.request = (task, ended)
         try:
             asked = await self._asked(prompt, tools)
+            if begin:
+                begin = after_thinking(self._policy.spell(asked.ids[-_LAST:])) + begin
+                ids = asked.ids + await self._policy.append(begin)
+                asked = replace(asked, ids=ids, begun=asked.begun + begin)
             if not self._session.has_replies:
                 self._policy.check_task(asked.ids)
             if prompt is not None:
                 self._session.note(self, "user", prompt)
             if recited is None:
-                turn = await self._sampled(asked.ids, max_new_tokens, stop)
+                turn = await self._sampled(asked.ids, max_new_tokens, stop, tell)
             else:
                 turn = await self._policy.recite(asked.ids, recited)
         except TaskTooLong as error:
@@ -324,7 +350,7 @@ class Agent:
         reply = Message(role="assistant", content=asked.begun + turn.text)
         said = (*asked.said, reply) if asked.said else ()
         self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids, begun="")
-        return turn.text
+        return begin + turn.text
 
     async def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
         before = self.context
@@ -352,7 +378,9 @@ class Agent:
         ids = await self._policy.extend(before.ids, before.said, new, before.opened_with)
         return replace(before, said=(*before.said, *new), ids=ids, offered=tools or before.offered)
 
-    async def _sampled(self, prompt_ids: tuple[int, ...], max_new_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+    async def _sampled(
+        self, prompt_ids: tuple[int, ...], max_new_tokens: int | None, stop: tuple[str, ...], tell: Tell | None
+    ) -> Turn:
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; a reply has one token at least")
         session, policy = self._session, self._policy
@@ -367,7 +395,7 @@ class Agent:
         self._num_asked += 1
         num_sampled = 0
         try:
-            turn = await policy.sample(prompt_ids, seed, granted, stop)
+            turn = await policy.sample(prompt_ids, seed, granted, stop, tell)
             num_sampled = len(turn.output_ids)
         finally:
             purse.tokens += granted - num_sampled

@@ -69,6 +69,11 @@ def spoken(text: str) -> str:
     return "" if text.lstrip().startswith("<think>") else text
 
 
+def after_thinking(prompt: str) -> str:
+    """Text that ends the thinking, if the prompt has opened it; else empty."""
+    return "\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+
+
 def message_of(text: str, id_prefix: str = "call") -> Message:
     """Convert a reply to a message in the OpenAI form. If a call is malformed, the whole reply stays text."""
     content, calls = read_calls(text, id_prefix)

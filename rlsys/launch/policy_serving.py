@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rlsys.agents.agent import Policy
-from rlsys.agents.gateway.policy_server import PolicyServer, ServedRequest
+from rlsys.agents.gateway.policy_server import Drawing, PolicyServer
 from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.launch import preflight
@@ -62,8 +62,8 @@ async def served(config: Config, name: str, token: str) -> AsyncIterator[PolicyS
         route = policies[POLICY]
 
         @asynccontextmanager
-        async def opened(asked: ServedRequest) -> AsyncIterator[Policy]:
-            async with sampling_as(route, temperature=asked.temperature, top_p=asked.top_p) as policy:
+        async def opened(drawing: Drawing) -> AsyncIterator[Policy]:
+            async with sampling_as(route, temperature=drawing.temperature, top_p=drawing.top_p) as policy:
                 yield policy
 
         yield PolicyServer(opened, name, token)

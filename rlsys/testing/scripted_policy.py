@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlsys.agents.agent import Policy
+from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.tool_calls import described
 from rlsys.agents.workflow import Workflow
 from rlsys.types import (
@@ -74,7 +74,12 @@ class ScriptedPolicy:
         return ids + await self.append("\n" + _written(new))
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         prompt = "".join(map(chr, prompt_ids))
         self.asked.append((prompt, seed))
@@ -84,6 +89,10 @@ class ScriptedPolicy:
         ends = [place + len(each) for each in stop if (place := reply.find(each)) >= 0]
         reply = reply[: min(ends, default=len(reply))]
         text = reply[:most]
+        if tell is not None:
+            for end in range(1, len(text)):
+                tell(text[:end])
+                await asyncio.sleep(0)
         finish = "stop" if text == reply else "length"
         ids, logprobs = tuple(map(ord, text)), (-1.0,) * len(text)
         sampling = Sampling(max_new_tokens=most)

@@ -202,6 +202,12 @@ class Generator:
             stay.finished.append((request, done))
         return done
 
+    @remote("reporting what is sampled")
+    async def sampled_so_far(self, request_id: str) -> tuple[int, ...]:
+        """Tokens of a running request on this engine; none if it does not run here."""
+        done = (await self._engine.progress()).get(request_id)
+        return done.output_ids if done else ()
+
     async def score(self, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], PolicyVersion]:
         """Logprobs of `token_ids[1:]` at temperature 1, and their version. Scores again if the weights changed
         meanwhile."""

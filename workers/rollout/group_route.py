@@ -9,10 +9,12 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from rlsys.agents.agent import Tell
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import NO_OPTIONS, Acknowledged, ChatOptions, Message, Prompt, Sampling, Turn, VersionSpan
 from workers.engines.engine import Completion, Request
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 LARGE = 16_384
 """Characters of a text above which it is tokenized in a thread: some 10 ms of work."""
+TELL_S = 0.05
+"""Seconds between two looks at a reply that somebody reads while it is sampled."""
 _READER = ThreadPoolExecutor(1, "tokenizer")
 """Thread that tokenizes large texts, one after the other: the episodes of a group then find their prompt cached."""
 
@@ -130,7 +134,12 @@ class GroupRoute:
         return await self._tokenized(work, num_chars((said, new, options.tools)))
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         self._check_prompt(prompt_ids)
         sampling = self.speech.sampling
@@ -140,7 +149,7 @@ class GroupRoute:
         done = self._begun(prompt_ids, sampling, seed)
         if done is None or done.finish is None:
             try:
-                done = await self._sampled(prompt_ids, sampling, seed, done)
+                done = await self._sampled(prompt_ids, sampling, seed, done, tell)
             except (WorkerDied, DeadlineExceeded, WeightsMismatch) as error:
                 self.failure = self.failure or error
                 raise
@@ -204,20 +213,44 @@ class GroupRoute:
         return replace(done, finish="length") if done.finish is None and num == most else done
 
     async def _sampled(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Completion | None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: Sampling,
+        seed: int,
+        begun: Completion | None,
+        tell: Tell | None,
     ) -> Completion:
         self._num_requests += 1
         owner, group_id, number = self.ticket
         request_id = f"{owner}/{group_id}.{number}/{self._num_requests}"
         request = Request(request_id, prompt_ids, sampling, seed, begun)
+        telling = asyncio.create_task(self._tell(request_id, tell)) if tell else None
+        try:
+            while True:
+                place = self.place
+                done = await place.serve(self.ticket, request)
+                if done.finish != "abort":
+                    return done
+                if self.place is place:
+                    raise WorkerDied(place.name, f"sampling for group {group_id}", "it let the group go")
+                request = replace(request, begun=done if done.output_ids else None)
+        finally:
+            if telling:
+                telling.cancel()
+
+    async def _tell(self, request_id: str, tell: Tell) -> None:
+        """Pass on the text of a request while it is sampled, without a character that its next token completes.
+
+        Consumes the engine's progress, every `TELL_S`; unblocked by nothing: it is cancelled when the request ends.
+        """
+        told = ""
         while True:
-            place = self.place
-            done = await place.serve(self.ticket, request)
-            if done.finish != "abort":
-                return done
-            if self.place is place:
-                raise WorkerDied(place.name, f"sampling for group {group_id}", "it let the group go")
-            request = replace(request, begun=done if done.output_ids else None)
+            await asyncio.sleep(TELL_S)
+            with suppress(WorkerError):  # which the request itself raises
+                ids = await self.place.sampled_so_far(request_id)
+                text = self.speech.codec.decode(ids).rstrip("\ufffd")
+                if text != told and text.startswith(told):
+                    tell(told := text)
 
 
 def num_chars(value: object) -> int:

@@ -1,18 +1,22 @@
-"""OpenAI's chat completions: the body of `POST /v1/chat/completions`, checked, and the body of the response.
+"""OpenAI's chat completions: the body of `POST /v1/chat/completions`, checked, and the answer to it.
 
 The run decides how tokens are sampled, since training needs samples from a known distribution. Fields that only shape
 that distribution (`temperature`, `top_p`, `seed`, penalties) and unknown fields are accepted and ignored. Fields that
 would change the reply or its meaning, and are not supported, are refused (`NOT_HERE`), so that no client relies on
 them.
+
+`tool_choice: required`, or a function, opens the reply with the beginning of a call. That text is part of the prompt,
+so that the tokens after it are still sampled from the policy's own distribution. The policy may yet write a call that
+cannot be read, which stays text.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 import orjson
 from pydantic import (
@@ -26,51 +30,45 @@ from pydantic import (
     model_validator,
 )
 
+from rlsys.agents.gateway.answers import (
+    DONE,
+    Choice,
+    Refused,
+    event,
+    settled_text,
+    token_name,
+    usage_of,
+)
+from rlsys.agents.tool_calls import CLOSE, OPEN
 from rlsys.agents.tools import Tool, Toolbox
-from rlsys.types import Json, Message, Turn
+from rlsys.types import Json, Message
 
 _ENDS = "a reply ends where the policy ends it"
 _DRAWN = "the run decides how tokens are drawn"
 _SHOWN = "the run's chat template is what the policy is trained on"
+_SCHEMA = "give a function with this schema in `tools`, and name it in `tool_choice`"
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(("stop_token_ids", "min_tokens", "ignore_eos"), _ENDS),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "best_of", "structured_outputs"), _DRAWN),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _DRAWN),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "echo"), _SHOWN),
+    "top_logprobs": "`logprobs` has those of the sampled tokens",
     "functions": "give `tools`",
     "function_call": "give `tool_choice`",
     "audio": "the policy reads and writes text",
     "web_search_options": "the policy can search only with your tools",
 }
-"""Fields of OpenAI and vLLM that are refused unless null or empty, and the reason."""
+"""Fields of OpenAI and vLLM that are refused unless null, zero or empty, and the reason."""
+MAX_CHOICES = 128
 
 
-MAX_TOLD = 2000
-"""Longest message of an error, in characters: a request is not sent back."""
-
-
-class Refused(Exception):
-    """Request that gets an error response, in OpenAI's form."""
-
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        shown = message[:MAX_TOLD].encode(errors="replace").decode()
-        self.status, self.message, self.code, self.param = status, shown, code, param
-
-    @property
-    def body(self) -> Json:
-        """Error body `{"error": {...}}`, as OpenAI's clients expect it."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-class _Lenient(BaseModel):
-    """Base of the body's models; ignores unknown fields."""
+class Lenient(BaseModel):
+    """Base of the models of bodies; ignores unknown fields."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class _TextPart(_Lenient):
+class _TextPart(Lenient):
     type: Literal["text"]
     text: str
 
@@ -85,18 +83,18 @@ def _as_text(content: object) -> object:
     return "" if content is None else content
 
 
-class _CalledFunction(_Lenient):
+class _CalledFunction(Lenient):
     name: str
     arguments: str
 
 
-class _Call(_Lenient):
+class _Call(Lenient):
     id: str
     type: Literal["function"] = "function"
     function: _CalledFunction
 
 
-class _Said(_Lenient):
+class _Said(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_as_text)] = ""
     name: str | None = None
@@ -121,13 +119,13 @@ def _run_by_the_client() -> NoReturn:
     raise NotImplementedError("the client runs its tools itself")
 
 
-class _Function(_Lenient):
+class _Function(Lenient):
     name: str
     description: str | None = ""
     parameters: dict[str, Any] | None = None
 
 
-class _Tool(_Lenient):
+class _Tool(Lenient):
     type: Literal["function"]
     function: _Function
 
@@ -136,15 +134,33 @@ class _Tool(_Lenient):
         return Tool(about.name, about.description or "", about.parameters or _NO_PARAMETERS, _run_by_the_client)
 
 
-class _StreamOptions(_Lenient):
+class _ChosenFunction(Lenient):
+    name: str
+
+
+class _Chosen(Lenient):
+    type: Literal["function"]
+    function: _ChosenFunction
+
+
+class StreamOptions(Lenient):
+    """What a stream contains beside the reply."""
+
     include_usage: bool = False
 
 
-class _ResponseFormat(_Lenient):
+class _ResponseFormat(Lenient):
     type: Literal["text"]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_schemas(cls, format_: object) -> object:
+        if isinstance(format_, Mapping) and format_.get("type") != "text":
+            raise ValueError(f"`{format_.get('type')}` is not supported: {_SCHEMA}")
+        return format_
 
-_Limit = Annotated[int, Field(ge=1)]
+
+Limit = Annotated[int, Field(ge=1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -152,26 +168,15 @@ def _as_texts(stop: object) -> object:
     return () if stop is None else (stop,) if isinstance(stop, str) else stop
 
 
-class ChatRequest(_Lenient):
-    """Body of a request for one reply."""
+StopTexts = Annotated[tuple[_StopText, ...], Field(max_length=16), BeforeValidator(_as_texts)]
+
+
+class ReplyRequest(Lenient):
+    """What the bodies of all paths have in common."""
 
     model: Annotated[str, Field(max_length=256)]
     """Name of the requested agent."""
-    messages: Annotated[tuple[_Said, ...], Field(min_length=1), FailFast()]
-    tools: Annotated[tuple[_Tool, ...] | None, FailFast()] = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    max_tokens: _Limit | None = None
-    max_completion_tokens: _Limit | None = None
-    n: Literal[1] | None = None
-    stop: Annotated[tuple[_StopText, ...], Field(max_length=16), BeforeValidator(_as_texts)] = ()
-    """Texts that end the reply. They are sampled and recorded, and left out of the answer."""
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
-    response_format: _ResponseFormat | None = None
-    modalities: Annotated[tuple[Literal["text"], ...] | None, FailFast()] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -180,6 +185,37 @@ class ChatRequest(_Lenient):
         if asked:
             raise ValueError("; ".join(f"`{key}` is not supported: {why}" for key, why in asked.items()))
         return body
+
+
+class ChatRequest(ReplyRequest):
+    """Body of a request for replies to a conversation."""
+
+    messages: Annotated[tuple[_Said, ...], Field(min_length=1), FailFast()]
+    tools: Annotated[tuple[_Tool, ...] | None, FailFast()] = None
+    tool_choice: Literal["auto", "none", "required"] | _Chosen | None = None
+    parallel_tool_calls: bool | None = None
+    """False: a reply ends with its first call."""
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopTexts = ()
+    """Texts that end the reply. They are sampled and recorded, and left out of the answer."""
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    response_format: _ResponseFormat | None = None
+    modalities: Annotated[tuple[Literal["text"], ...] | None, FailFast()] = None
+
+    @model_validator(mode="after")
+    def _choose_among_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice == "required" and not names:
+            raise ValueError("`tool_choice` is `required`, and there are no `tools`")
+        if isinstance(self.tool_choice, _Chosen) and self.tool_choice.function.name not in names:
+            raise ValueError(
+                f"`tool_choice` names the function {self.tool_choice.function.name!r}, and `tools` has "
+                f"{', '.join(map(repr, names)) or 'none'}"
+            )
+        return self
 
     @cached_property
     def prompt(self) -> tuple[Message, ...]:
@@ -197,21 +233,29 @@ class ChatRequest(_Lenient):
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def begin(self) -> str:
+        """Text that the reply begins with: the opening of a call that `tool_choice` wants."""
+        if isinstance(self.tool_choice, _Chosen):
+            return f'{OPEN}\n{{"name": {json.dumps(self.tool_choice.function.name)}, "arguments": '
+        return f"{OPEN}\n" if self.tool_choice == "required" else ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end the reply: `stop`, and the end of the only call."""
+        is_one = self.may_call and (self.parallel_tool_calls is False or isinstance(self.tool_choice, _Chosen))
+        return (*self.stop, CLOSE) if is_one else self.stop
+
+    @property
     def max_new_tokens(self) -> int | None:
         """The client's limit, if any; the run's limit also applies."""
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return min(limits, default=None)
 
 
-R = TypeVar("R", bound=ChatRequest)
+R = TypeVar("R", bound=ReplyRequest)
 
 
-def without_stop(text: str, stop: Sequence[str]) -> str:
-    """Return a reply up to the first of these texts, as OpenAI's clients expect it."""
-    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
-
-
-def read_request(body: bytes, kind: type[R] = ChatRequest) -> R:
+def read_request(body: bytes, kind: type[R]) -> R:
     """Parse and check the body. Raises `Refused` with status 400, which names every invalid field, and
     of a list the first invalid entry."""
     try:
@@ -220,9 +264,15 @@ def read_request(body: bytes, kind: type[R] = ChatRequest) -> R:
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict):
         raise Refused(400, "the body is not a JSON object")
+    return checked(asked, kind)
+
+
+def checked(asked: Mapping[str, object], kind: type[R]) -> R:
+    """Check a parsed body, see `read_request`."""
     try:
         request = kind.model_validate(asked)
-        orjson.dumps([tool.parameters for tool in request.toolbox.tools.values()])
+        if isinstance(request, ChatRequest):
+            orjson.dumps([tool.parameters for tool in request.toolbox.tools.values()])
     except ValidationError as error:
         raise _refusal(error) from None
     except (ValueError, orjson.JSONEncodeError) as error:  # two tools of the same name, or nested too deeply
@@ -237,60 +287,82 @@ def _refusal(error: ValidationError) -> Refused:
     return Refused(400, "; ".join(texts), param=places[0] or None)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatReply:
-    """Turn in the form that the client receives: one JSON object, or server-sent events."""
+class ChatAnswer:
+    """Answer to a `ChatRequest`."""
 
-    id: str
-    asked: ChatRequest
-    turn: Turn
-    message: Message
+    def __init__(self, number: int, asked: ChatRequest) -> None:
+        """`number` is that of the request."""
+        self._id, self._asked = f"chatcmpl-{number}", asked
+        self._sent = [""] * (asked.n or 1)
+        """Text that was sent, by choice."""
 
-    def whole(self) -> bytes:
-        """Return the body of a reply that is not streamed."""
-        told: dict[str, Json] = {"role": "assistant", "content": self.message["content"] or None, "refusal": None}
-        if calls := self.message.get("tool_calls"):
-            told["tool_calls"] = calls
-        choice = {"index": 0, "message": told, "finish_reason": self._finish, "logprobs": self._logprobs()}
-        return self._named("chat.completion", [choice], usage=self._usage())
-
-    def events(self) -> bytes:
-        """Return the body of a stream: role, content, calls, finish reason, and the usage if requested."""
-        options = self.asked.stream_options
-        wants_usage = options is not None and options.include_usage
-        deltas: list[dict[str, Json]] = [{"role": "assistant", "content": ""}]
-        if content := self.message["content"]:
-            deltas.append({"content": content})
-        for index, call in enumerate(self.message.get("tool_calls", [])):
-            assert isinstance(call, dict)
-            deltas.append({"tool_calls": [{"index": index, **call}]})
-        choices: list[dict[str, object]] = [
-            {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        told = [
+            {
+                "index": index,
+                "message": self._message(choice.message),
+                "finish_reason": choice.finish,
+                "logprobs": self._logprobs(choice),
+            }
+            for index, choice in enumerate(choices)
         ]
-        choices.append({"index": 0, "delta": {}, "finish_reason": self._finish, "logprobs": self._logprobs()})
-        usage = {"usage": None} if wants_usage else {}
-        events = [self._named("chat.completion.chunk", [choice], **usage) for choice in choices]
-        if wants_usage:
-            events.append(self._named("chat.completion.chunk", [], usage=self._usage()))
-        return b"".join([*(b"data: %b\n\n" % event for event in events), b"data: [DONE]\n\n"])
+        return orjson.dumps(self._named("chat.completion", told, usage=usage_of(choices)))
+
+    def opening(self) -> bytes:
+        return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._asked.n or 1))
+
+    def news(self, index: int, text: str) -> bytes:
+        return self._more(index, settled_text(text, self._asked.stop, may_call=self._asked.may_call))
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        events = []
+        for index, choice in enumerate(choices):
+            events.append(self._more(index, choice.message["content"]))
+            for number, call in enumerate(choice.message.get("tool_calls", [])):
+                assert isinstance(call, dict)
+                events.append(self._chunk(index, {"tool_calls": [{"index": number, **call}]}))
+            events.append(self._chunk(index, {}, choice.finish, self._logprobs(choice)))
+        if self._wants_usage:
+            events.append(event(self._named("chat.completion.chunk", [], usage=usage_of(choices))))
+        return b"".join([*events, DONE])
+
+    def failure(self, error: Refused) -> bytes:
+        return event(error.body) + DONE
+
+    def _more(self, index: int, text: str) -> bytes:
+        """Return an event with the part of the text that was not sent."""
+        new = text[len(self._sent[index]) :]
+        self._sent[index] += new
+        return self._chunk(index, {"content": new}) if new else b""
+
+    def _chunk(
+        self, index: int, delta: dict[str, Json], finish: str | None = None, logprobs: dict[str, Json] | None = None
+    ) -> bytes:
+        choice: Json = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        usage = {"usage": None} if self._wants_usage else {}
+        return event(self._named("chat.completion.chunk", [choice], **usage))
 
     @property
-    def _finish(self) -> str:
-        """OpenAI's reason: `length` even if calls were parsed, since the reply may be incomplete."""
-        return "tool_calls" if self.turn.finish == "stop" and "tool_calls" in self.message else self.turn.finish
+    def _wants_usage(self) -> bool:
+        options = self._asked.stream_options
+        return options is not None and options.include_usage
 
-    def _named(self, kind: str, choices: Sequence[Mapping[str, object]], **more: object) -> bytes:
-        head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.asked.model}
-        return orjson.dumps({**head, "choices": choices, **more})
+    @staticmethod
+    def _message(message: Message) -> dict[str, object]:
+        told: dict[str, object] = {"role": "assistant", "content": message["content"] or None, "refusal": None}
+        calls = message.get("tool_calls")
+        return {**told, "tool_calls": calls} if calls else told
 
-    def _usage(self) -> dict[str, int]:
-        asked, said = len(self.turn.prompt_ids), len(self.turn.output_ids)
-        return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+    def _named(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
+        head = {"id": self._id, "object": kind, "created": int(time.time()), "model": self._asked.model}
+        return {**head, "choices": choices, **more}
 
-    def _logprobs(self) -> dict[str, object] | None:
-        """Logprobs of all tokens, by token id: `token_id:42`, as in vLLM, since one token may not be valid text."""
-        if not self.asked.logprobs:
+    def _logprobs(self, choice: Choice) -> dict[str, Json] | None:
+        if not self._asked.logprobs:
             return None
-        tokens = zip(self.turn.output_ids, self.turn.logprobs, strict=True)
-        told = [{"token": f"token_id:{id_}", "logprob": p, "bytes": None, "top_logprobs": []} for id_, p in tokens]
+        tokens = zip(choice.turn.output_ids, choice.turn.logprobs, strict=True)
+        told: list[Json] = [
+            {"token": token_name(token), "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in tokens
+        ]
         return {"content": told, "refusal": None}

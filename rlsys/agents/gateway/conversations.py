@@ -9,23 +9,35 @@ common prefix, which is trained once, with the agent that sampled it.
 | extend an earlier reply, or one that another request extends or repeats | a fork of that agent |
 | extend no earlier reply | a new agent; the messages are its prompt |
 
+Further choices of a request (`n`) are replies of further agents, from the same place. A completion of plain text is a
+reply of a new agent.
+
 Whitespace around a reply is ignored, since clients strip it: the agent continues from the tokens that it sampled. Tools
 are ignored too, and may change with every request: `Agent.act` describes new ones.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 import orjson
 
-from rlsys.agents.agent import Agent, Context
-from rlsys.agents.gateway.chat_completions import ChatReply, ChatRequest, Refused, without_stop
+from rlsys.agents.agent import Agent, Context, Tell
+from rlsys.agents.gateway.answers import Choice, Refused, without_stop
+from rlsys.agents.gateway.chat_completions import ChatRequest
+from rlsys.agents.gateway.completions import CompletionRequest
 from rlsys.agents.session import Session
 from rlsys.agents.tool_calls import message_of
-from rlsys.errors import ConfigError
+from rlsys.errors import ConfigError, first_of
 from rlsys.types import Json, Message
+
+TellChoice: TypeAlias = Callable[[int, str], None]
+"""Takes the number of a choice and its text so far, see `rlsys.agents.agent.Tell`."""
 
 
 @dataclass(slots=True)
@@ -54,31 +66,63 @@ class Conversations:
         self._roots: dict[str, _Node] = {}
         """Trees by the requested model."""
 
-    async def reply(self, asked: ChatRequest) -> ChatReply:
-        """Sample and record the reply to a request.
+    async def reply(self, asked: ChatRequest | CompletionRequest, tell: TellChoice | None = None) -> tuple[Choice, ...]:
+        """Sample and record the replies to a request, all of them or none. `tell` gets their text meanwhile.
 
         Raises `Refused` for an agent without a policy, and the errors of `Agent.act`. After an error or a cancellation
-        the agent's context is unchanged.
+        the agents' contexts are unchanged.
         """
+        if isinstance(asked, CompletionRequest):
+            return await self._completions(asked, tell)
         place, num_said = self._place(asked)
-        agent = self._speaker(place, asked)
         new = asked.prompt[num_said:]
+        agents = [self._speaker(place, asked.model) for _ in range(asked.n or 1)]
         try:
-            reply = await agent.act(new or None, asked.toolbox, max_new_tokens=asked.max_new_tokens, stop=asked.stop)
+            choices = await _all_or_none(
+                agents, [self._choice(agent, new, asked, _of(tell, i)) for i, agent in enumerate(agents)]
+            )
         except BaseException:
-            place.idle.append(agent)
+            place.idle += agents
             raise
-        number = len(agent.turns) - 1
-        text = without_stop(reply.text, asked.stop)
+        for agent, choice in zip(agents, choices, strict=True):
+            node = place
+            for message in (*new, choice.message):
+                node = node.after.setdefault(_key(message), _Node())
+            node.idle.append(agent)
+            node.said_by = (agent, agent.context)
+        self.last_speaker = agents[0]
+        return choices
+
+    async def _choice(self, agent: Agent, new: tuple[Message, ...], asked: ChatRequest, tell: Tell | None) -> Choice:
+        reply = await agent.act(
+            new or None,
+            asked.toolbox,
+            max_new_tokens=asked.max_new_tokens,
+            stop=asked.ends,
+            begin=asked.begin,
+            tell=tell,
+        )
+        turn = agent.turns[-1]
+        text = reply.text.removesuffix(turn.text) + without_stop(turn.text, asked.stop)
         said = Message(role="assistant", content=text)
-        if asked.may_call:
-            said = message_of(text, f"call_{agent.index}_{number}")
-        for message in (*new, said):
-            place = place.after.setdefault(_key(message), _Node())
-        place.idle.append(agent)
-        place.said_by = (agent, agent.context)
-        self.last_speaker = agent
-        return ChatReply(f"chatcmpl-{agent.index}-{number}", asked, agent.turns[-1], said)
+        return Choice(turn, message_of(text, f"call_{agent.index}_{len(agent.turns) - 1}") if asked.may_call else said)
+
+    async def _completions(self, asked: CompletionRequest, tell: TellChoice | None) -> tuple[Choice, ...]:
+        agents, work = [], []
+        for index in range(asked.num_choices):
+            prompt = asked.prompt[index // (asked.n or 1)]
+            agent = self._speaker(_Node(), asked.model)
+            agent.context = Context(unread=prompt) if isinstance(prompt, str) else Context(ids=prompt)
+            agents.append(agent)
+            work.append(self._completion(agent, asked, _of(tell, index)))
+        choices = await _all_or_none(agents, work)
+        self.last_speaker = agents[0]
+        return choices
+
+    @staticmethod
+    async def _completion(agent: Agent, asked: CompletionRequest, tell: Tell | None) -> Choice:
+        text = await agent.chat(None, max_new_tokens=asked.max_new_tokens, stop=asked.stop, tell=tell)
+        return Choice(agent.turns[-1], Message(role="assistant", content=without_stop(text, asked.stop)))
 
     def _place(self, asked: ChatRequest) -> tuple[_Node, int]:
         """Find the deepest node that the request extends, and the number of its messages up to there."""
@@ -91,7 +135,7 @@ class Conversations:
                 found, num_said = node, number
         return found, num_said
 
-    def _speaker(self, place: _Node, asked: ChatRequest) -> Agent:
+    def _speaker(self, place: _Node, model: str) -> Agent:
         if place.idle:
             return place.idle.pop()
         if place.said_by is not None:
@@ -99,9 +143,31 @@ class Conversations:
             return agent.fork(at=context)
         agents = self.session.agents
         try:
-            return self.session.agent(asked.model, parent=agents[0] if agents else None)
+            return self.session.agent(model, parent=agents[0] if agents else None)
         except ConfigError as error:
             raise Refused(404, str(error), code="model_not_found", param="model") from None
+
+
+def _of(tell: TellChoice | None, index: int) -> Tell | None:
+    return partial(tell, index) if tell else None
+
+
+async def _all_or_none(agents: Sequence[Agent], work: Sequence[Coroutine[Any, Any, Choice]]) -> tuple[Choice, ...]:
+    """Return the choices of all agents. The first error cancels the others, and no agent has said anything."""
+    before = [(agent.context, len(agent.turns)) for agent in agents]
+    choices: tuple[Choice, ...] = ()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+        choices = tuple(task.result() for task in tasks)
+    except BaseExceptionGroup as errors:
+        raise first_of(errors) from None
+    finally:
+        if not choices:
+            for agent, (context, num_turns) in zip(agents, before, strict=True):
+                agent.context = context
+                del agent.turns[num_turns:]
+    return choices
 
 
 def _key(message: Message) -> bytes:

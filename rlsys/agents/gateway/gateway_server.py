@@ -14,8 +14,8 @@
 | 503 | the infrastructure failed: that is also raised in the workflow, and the group is reissued |
 | 503 | `too_many_connections`: more than `GatewayLimits.most` |
 
-If a client disconnects before the reply, its sampling is cancelled and nothing is recorded. A stream is sent only when
-the reply is complete. So a reply is recorded whole or not at all, and its status is known before the first byte.
+If a client disconnects before the reply is complete, its sampling is cancelled and nothing is recorded. A stream is
+sent while the reply is sampled. What fails after its first text ends it with an error event instead of a status.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -38,11 +39,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from rlsys.agents.agent import AgentStopped, ContextFull
-from rlsys.agents.gateway.chat_completions import ChatReply, ChatRequest, Refused, read_request
-from rlsys.agents.gateway.conversations import Conversations
+from rlsys.agents.gateway.answering import Replies, Samples, in_openai_form, model_object, sent, sent_as_events
+from rlsys.agents.gateway.answers import Answer, Refused
+from rlsys.agents.gateway.chat_completions import ChatAnswer, ChatRequest, read_request
+from rlsys.agents.gateway.completions import CompletionAnswer, CompletionRequest
+from rlsys.agents.gateway.conversations import Conversations, TellChoice
+from rlsys.agents.gateway.responses import ResponsesAnswer, ResponsesRequest
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
-from rlsys.types import Json
+from rlsys.types import Message
 from rlsys.util.logs import BoundedLog
 
 T = TypeVar("T")
@@ -52,7 +57,6 @@ Refusal: TypeAlias = AgentStopped | TaskTooLong | DataError
 HOST = "127.0.0.1"
 MAX_BODY = 32 << 20
 """Largest request, in bytes: some million tokens of text."""
-RETRY_AFTER_S = 1
 GRACE_S = 1.0
 """Seconds that cancelled work of the client's side may take to end."""
 _LOG = logging.getLogger(__name__)
@@ -88,8 +92,11 @@ class Endpoint:
         budget, messages that the chat template refuses."""
         self.conversations = Conversations(session)
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._work: set[asyncio.Task[ChatReply]] = set()
+        self._work: set[asyncio.Task[Replies]] = set()
         self._is_over = False
+        self._num_requests = 0
+        self._responses: dict[str, tuple[Message, ...]] = {}
+        """Messages up to each response, with it, by its id."""
 
     @property
     def models(self) -> list[str]:
@@ -97,14 +104,41 @@ class Endpoint:
         session = self.conversations.session
         return list(dict.fromkeys([*session.bindings, *session.policies]))
 
-    async def reply(self, asked: ChatRequest) -> ChatReply:
+    def next_number(self) -> int:
+        """Number of a new request."""
+        self._num_requests += 1
+        return self._num_requests - 1
+
+    def before(self, asked: ResponsesRequest) -> tuple[Message, ...]:
+        """Messages up to the response that a request continues. Raises `Refused` if there is no such response."""
+        previous = asked.previous_response_id
+        if previous is None:
+            return ()
+        if previous not in self._responses:
+            raise Refused(
+                404,
+                f"there is no response {previous!r} in this session",
+                code="not_found",
+                param="previous_response_id",
+            )
+        return self._responses[previous]
+
+    async def respond(
+        self, asked: ResponsesRequest, chat: ChatRequest, response_id: str, tell: TellChoice | None
+    ) -> Replies:
+        """Reply to a request for a response, and remember it; see `reply`."""
+        choices = await self.reply(chat, tell)
+        self._responses[response_id] = (*self.before(asked), *asked.messages(), choices[0].message)
+        return choices
+
+    async def reply(self, asked: ChatRequest | CompletionRequest, tell: TellChoice | None = None) -> Replies:
         """Reply to a request. Raises `Refused` for any error; `while_sound` also raises those that the client did not
         cause."""
         if self._is_over:  # it was closed while the body was read
             raise _over()
         if self._failure.done():
             raise _unavailable(self._failure.result())
-        work = asyncio.create_task(self.conversations.reply(asked))
+        work = asyncio.create_task(self.conversations.reply(asked, tell))
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         try:
@@ -188,6 +222,8 @@ class Gateway:
         self._num_sessions = 0
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._written, in_openai_form, self._bounded])
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
+        app.router.add_post("/s/{session}/v1/completions", self._complete)
+        app.router.add_post("/s/{session}/v1/responses", self._respond)
         app.router.add_get("/s/{session}/v1/models", self._models)
         app.router.add_get("/s/{session}/v1/models/{model:.+}", self._model)
         self._runner = web.AppRunner(
@@ -245,13 +281,32 @@ class Gateway:
             raise _over()
         return self.endpoints[number]
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoint(request)
-        asked = read_request(await self._body(request))
-        reply = await endpoint.reply(asked)
-        if asked.stream:
-            return web.Response(body=reply.events(), content_type="text/event-stream")
-        return web.Response(body=reply.whole(), content_type="application/json")
+        asked = read_request(await self._body(request), ChatRequest)
+        answer = ChatAnswer(endpoint.next_number(), asked)
+        return await self._answered(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        endpoint = self._endpoint(request)
+        asked = read_request(await self._body(request), CompletionRequest)
+        answer = CompletionAnswer(endpoint.next_number(), asked)
+        return await self._answered(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        endpoint = self._endpoint(request)
+        asked = read_request(await self._body(request), ResponsesRequest)
+        chat = asked.chat(endpoint.before(asked))
+        answer = ResponsesAnswer(endpoint.next_number(), asked, chat)
+        sample = partial(endpoint.respond, asked, chat, answer.id)
+        return await self._answered(request, answer, sample, is_streamed=asked.stream)
+
+    async def _answered(
+        self, request: web.Request, answer: Answer, sample: Samples, *, is_streamed: bool | None
+    ) -> web.StreamResponse:
+        if is_streamed:
+            return await sent_as_events(request, answer, sample, self._limits.answer_s)
+        return sent(answer.whole(await sample(None)))
 
     async def _body(self, request: web.Request) -> bytes:
         """Read a body. Waits for the client; unblocked by the body, its deadline, or the end of the connection."""
@@ -286,36 +341,14 @@ class Gateway:
         return await handler(request)
 
     async def _models(self, request: web.Request) -> web.Response:
-        models = [model_object(name) for name in self._endpoint(request).models]
-        return web.Response(body=orjson.dumps({"object": "list", "data": models}), content_type="application/json")
+        models = [model_object(name, int(time.time())) for name in self._endpoint(request).models]
+        return sent(orjson.dumps({"object": "list", "data": models}))
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name not in self._endpoint(request).models:
             raise Refused(404, f"there is no model {name!r}", code="model_not_found", param="model")
-        return web.Response(body=orjson.dumps(model_object(name)), content_type="application/json")
-
-
-def model_object(name: str) -> Json:
-    """Description of a model in OpenAI's form."""
-    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "rlsys"}
-
-
-@web.middleware
-async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn a `Refused` and the errors of HTTP into answers in OpenAI's form."""
-    try:
-        return await handler(request)
-    except Refused as error:
-        refused = error
-    except web.HTTPException as error:
-        refused = Refused(error.status, error.text or error.reason)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == 503 else None
-    body = orjson.dumps(refused.body)
-    response = web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)
-    if refused.status == 408 or refused.code == "too_many_connections":
-        response.force_close()
-    return response
+        return sent(orjson.dumps(model_object(name, int(time.time()))))
 
 
 def _over() -> Refused:

@@ -1,15 +1,17 @@
-"""HTTP server of a policy that is not being trained: OpenAI's chat completions, for any client, nothing recorded.
+"""HTTP server of a policy that is not being trained: OpenAI's API, for any client, nothing recorded.
 
 Unlike at a `Gateway`, the client decides how tokens are drawn: `temperature`, `top_p`, `seed`. Each request is a
-conversation of its own. A stream is sent when the reply is complete.
+conversation of its own, so no response can be continued by its id.
 """
 
 from __future__ import annotations
 
 import hmac
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Annotated, TypeAlias
 
 import orjson
@@ -17,23 +19,37 @@ from aiohttp import web
 from pydantic import Field
 
 from rlsys.agents.agent import AgentStopped, Policy
-from rlsys.agents.gateway.chat_completions import ChatReply, ChatRequest, Refused, read_request, without_stop
-from rlsys.agents.gateway.gateway_server import MAX_BODY, in_openai_form, model_object
+from rlsys.agents.gateway.answering import Replies, in_openai_form, model_object, sent, sent_as_events
+from rlsys.agents.gateway.answers import Answer, Refused
+from rlsys.agents.gateway.chat_completions import ChatAnswer, ChatRequest, Lenient, read_request
+from rlsys.agents.gateway.completions import CompletionAnswer, CompletionRequest
+from rlsys.agents.gateway.conversations import Conversations, TellChoice
+from rlsys.agents.gateway.gateway_server import DEFAULT_LIMITS, MAX_BODY
+from rlsys.agents.gateway.responses import ResponsesAnswer, ResponsesRequest
 from rlsys.agents.session import Session
-from rlsys.agents.tool_calls import message_of
 from rlsys.errors import DataError, TaskTooLong
-from rlsys.types import POLICY, Message, Task
+from rlsys.types import POLICY, Task
 
 
-class ServedRequest(ChatRequest):
-    """Body of a request to a policy that is not being trained."""
+class Drawing(Lenient):
+    """How the tokens of a reply are drawn."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
 
 
-OpensPolicy: TypeAlias = Callable[[ServedRequest], AbstractAsyncContextManager[Policy]]
+class _Chat(ChatRequest, Drawing): ...
+
+
+class _Completion(CompletionRequest, Drawing): ...
+
+
+class _Responses(ResponsesRequest, Drawing):
+    previous_response_id: None = None
+
+
+OpensPolicy: TypeAlias = Callable[[Drawing], AbstractAsyncContextManager[Policy]]
 """Opens the policy for one request, with the sampling that it asks for."""
 
 
@@ -45,40 +61,61 @@ class PolicyServer:
         self._numbers = itertools.count()
         self.app = web.Application(client_max_size=MAX_BODY, middlewares=[in_openai_form])
         self.app.router.add_post("/v1/chat/completions", self._chat)
+        self.app.router.add_post("/v1/completions", self._complete)
+        self.app.router.add_post("/v1/responses", self._respond)
         self.app.router.add_get("/v1/models", self._models)
 
-    async def reply(self, asked: ServedRequest) -> ChatReply:
-        """Sample the reply to a request. Raises `Refused`."""
-        number = next(self._numbers)
-        async with self._opens(asked) as policy:
-            session = Session(Task(id=f"request-{number}", prompt=""), {POLICY: policy}, asked.seed or number)
+    async def reply(
+        self, drawing: Drawing, asked: ChatRequest | CompletionRequest, number: int, tell: TellChoice | None = None
+    ) -> Replies:
+        """Sample the replies to a request. Raises `Refused`."""
+        async with self._opens(drawing) as policy:
+            seed = number if drawing.seed is None else drawing.seed
+            session = Session(Task(id=f"request-{number}", prompt=""), {POLICY: policy}, seed)
             try:
-                agent = session.agent(POLICY)
-                said = await agent.act(
-                    asked.prompt, asked.toolbox, max_new_tokens=asked.max_new_tokens, stop=asked.stop
-                )
+                return await Conversations(session).reply(asked, tell)
             except (TaskTooLong, AgentStopped) as error:
                 raise Refused(400, str(error), code="context_length_exceeded", param="messages") from None
             except DataError as error:
                 raise Refused(400, str(error), code="messages_refused", param="messages") from None
             finally:
                 await session.close()
-        text = without_stop(said.text, asked.stop)
-        message = message_of(text, f"call_{number}") if asked.may_call else Message(role="assistant", content=text)
-        return ChatReply(f"chatcmpl-{number}", asked, agent.turns[-1], message)
 
-    async def _chat(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        asked = read_request(await request.read(), ServedRequest)
-        reply = await self.reply(asked)
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await self._body(request), _Chat)
+        number = next(self._numbers)
+        return await self._answered(request, ChatAnswer(number, asked), asked, asked, number)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await self._body(request), _Completion)
+        number = next(self._numbers)
+        return await self._answered(request, CompletionAnswer(number, asked), asked, asked, number)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await self._body(request), _Responses)
+        chat, number = asked.chat(()), next(self._numbers)
+        return await self._answered(request, ResponsesAnswer(number, asked, chat), asked, chat, number)
+
+    async def _answered(
+        self,
+        request: web.Request,
+        answer: Answer,
+        drawing: Drawing,
+        asked: ChatRequest | CompletionRequest,
+        number: int,
+    ) -> web.StreamResponse:
+        sample = partial(self.reply, drawing, asked, number)
         if asked.stream:
-            return web.Response(body=reply.events(), content_type="text/event-stream")
-        return web.Response(body=reply.whole(), content_type="application/json")
+            return await sent_as_events(request, answer, sample, DEFAULT_LIMITS.answer_s)
+        return sent(answer.whole(await sample(None)))
 
     async def _models(self, request: web.Request) -> web.Response:
         self._check_token(request)
-        body = orjson.dumps({"object": "list", "data": [model_object(self._model)]})
-        return web.Response(body=body, content_type="application/json")
+        return sent(orjson.dumps({"object": "list", "data": [model_object(self._model, int(time.time()))]}))
+
+    async def _body(self, request: web.Request) -> bytes:
+        self._check_token(request)
+        return await request.read()
 
     def _check_token(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")

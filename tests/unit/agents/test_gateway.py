@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from rlsys.agents.agent import Tell
 from rlsys.agents.gateway.gateway_server import MAX_BODY
 from rlsys.agents.session import Budget
 from rlsys.batch.samples import samples_of
@@ -81,6 +82,48 @@ def test_a_stream_says_what_a_whole_reply_says():
     assert usage.usage.completion_tokens == len("Let me see.\n" + CALL)
 
 
+def test_a_stream_is_sent_while_the_reply_is_sampled():
+    policy = HeldPolicy(lambda prompt: "never")
+
+    class Telling(ScriptedPolicy):
+        async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=(), tell=None):
+            tell("Let me see. <tool")
+            await policy.gate.wait()
+            return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
+
+    async def scenario(here: Served) -> tuple[str, str]:
+        stream = await here.chat(user("?"), tools=[WEATHER], stream=True)
+        first = ""
+        async for chunk in stream:
+            first += chunk.choices[0].delta.content or ""
+            if first:
+                break
+        assert not here.session.agents[0].turns, "the reply is not complete"
+        policy.gate.set()
+        rest = [chunk.choices[0].delta async for chunk in stream]
+        return first, "".join(delta.content or "" for delta in rest)
+
+    assert served(session_of(Telling(lambda prompt: "Let me see. " + CALL)), scenario) == ("Let me see.", "")
+
+
+def test_what_fails_in_a_stream_ends_it_with_an_error():
+    class Telling(ScriptedPolicy):
+        async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=(), tell=None):
+            tell("Let me")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            raise TaskTooLong("rollout-0", "encoding a prompt", "too many tokens")
+
+    async def scenario(here: Served) -> str:
+        with pytest.raises(openai.APIError, match="too many tokens"):
+            async for _ in await here.chat(user("?"), stream=True):
+                pass
+        return "ended"
+
+    session = session_of(Telling())
+    assert served(session, scenario) == "ended" and not session.agents[0].turns
+
+
 def test_a_reply_that_is_cut_says_so():
     async def scenario(here: Served) -> list[tuple[str, str, int]]:
         replies = [await here.chat(user("hi"), **limit) for limit in ({"max_tokens": 3}, {"max_completion_tokens": 2})]
@@ -114,6 +157,83 @@ def test_with_tool_choice_none_a_call_stays_text():
 
     choice = served(session_of(lambda prompt: CALL), scenario)
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("choice", "begin"),
+    [
+        ("required", "<tool_call>\n"),
+        ({"type": "function", "function": {"name": "weather"}}, '<tool_call>\n{"name": "weather", "arguments": '),
+    ],
+)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_call_that_the_client_wants_is_begun_for_the_policy(choice: Any, begin: str, thinks: bool):
+    opened = "<think>" if thinks else ""
+
+    async def scenario(here: Served) -> Any:
+        before = [user("?"), *([{"role": "assistant", "content": opened}] if thinks else [])]
+        return (await here.chat(*before, tools=[WEATHER], tool_choice=choice)).choices[0]
+
+    session = session_of(lambda prompt: CALL.removeprefix(begin) + " And more.")
+    told = served(session, scenario)
+    (call,) = told.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
+    (turn,) = session.agents[0].turns
+    begun = opened + "\n</think>\n\n" * thinks + begin
+    assert text_of(turn.prompt_ids).endswith(f"<assistant>{begun}"), "it is context, and not trained"
+    assert CALL.startswith(begin) and turn.text in CALL + " And more."
+
+
+def test_a_conversation_goes_on_from_the_tokens_of_a_call_that_was_begun():
+    async def scenario(here: Served) -> None:
+        first = (await here.chat(user("?"), tools=[WEATHER], tool_choice="required")).choices[0].message
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}
+        await here.chat(user("?"), first, result, tools=[WEATHER])
+
+    session = session_of(lambda prompt: "Rain." if "rain" in prompt else CALL.removeprefix("<tool_call>\n"))
+    served(session, scenario)
+    (trajectory,) = session.episode().trajectories
+    assert len(trajectory.turns) == 2 and len(list(samples_of(trajectory))) == 1
+
+
+def test_without_parallel_calls_a_reply_ends_with_its_first():
+    async def scenario(here: Served) -> Any:
+        return (await here.chat(user("?"), tools=[WEATHER], parallel_tool_calls=False)).choices[0].message.tool_calls
+
+    session = session_of(lambda prompt: f"{CALL}\n{CALL}")
+    assert len(served(session, scenario)) == 1
+    assert session.agents[0].turns[0].text == CALL
+
+
+def test_several_choices_are_replies_from_the_same_place():
+    async def scenario(here: Served) -> list[list[str]]:
+        first = await here.chat(user("a"), n=3)
+        second = await here.chat(user("a"), first.choices[1].message, user("b"), n=2)
+        return [[choice.message.content for choice in reply.choices] for reply in (first, second)]
+
+    seen: list[str] = []
+
+    def reply(prompt: str) -> str:
+        seen.append(prompt)
+        return f"reply {len(seen)}"
+
+    session = session_of(reply)
+    assert served(session, scenario) == [["reply 1", "reply 2", "reply 3"], ["reply 4", "reply 5"]]
+    trajectories = session.episode().trajectories
+    assert sorted(map(said, trajectories)) == [["reply 1"], ["reply 2", "reply 4"], ["reply 3"], ["reply 5"]]
+    assert len({seed for policy in session.policies.values() for _, seed in policy.asked}) == 5  # type: ignore[attr-defined]
+    assert seen[3] == seen[4] and "reply 2" in seen[3]
+
+
+def test_if_one_of_several_choices_fails_none_is_recorded():
+    async def scenario(here: Served) -> int:
+        status, _ = await here.post({**BODY, "n": 3})
+        await here.chat(user("hi"))
+        return status
+
+    session = session_of(lambda prompt: "four", Budget(max_episode_tokens=9))
+    assert served(session, scenario) == 400
+    assert [said(trajectory) for trajectory in session.episode().trajectories if trajectory.turns] == [["four"]]
 
 
 def test_a_call_that_cannot_be_read_stays_text():
@@ -289,18 +409,20 @@ def test_a_disconnect_before_the_reply_cancels_the_turn(is_streamed: bool):
     assert said(trajectory) == ["reply 1", "reply 2"]
 
 
-def test_a_client_may_continue_after_leaving_a_stream():
+@pytest.mark.parametrize("is_read", [False, True], ids=["in the middle", "after its last text"])
+def test_leaving_a_stream_before_its_end_records_nothing(is_read: bool):
     async def scenario(here: Served) -> None:
         stream = await here.chat(user("a"), stream=True)
-        async for _ in stream:
-            break
+        async for chunk in stream:
+            if chunk.choices[0].finish_reason or (chunk.choices[0].delta.content and not is_read):
+                break
         await stream.close()
         await here.chat(user("a"), {"role": "assistant", "content": "reply 1"}, user("b"))
 
     session = session_of(count_up)
     served(session, scenario)
     (trajectory,) = session.episode().trajectories
-    assert said(trajectory) == ["reply 1", "reply 2"]
+    assert said(trajectory) == (["reply 1", "reply 2"] if is_read else ["reply 2"])
 
 
 def test_closing_a_session_cancels_its_running_requests():
@@ -367,18 +489,26 @@ def test_an_ended_session_gives_410_and_an_unknown_one_404():
 @pytest.mark.parametrize(
     ("changed", "param", "message"),
     [
-        ({"n": 2}, "n", "Input should be 1"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
         ({"stop": [""]}, "stop.0", "at least 1 character"),
         ({"stop": 5}, "stop", "valid tuple"),
-        ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"tool_choice": "must"}, "tool_choice", "'auto', 'none' or 'required'"),
+        ({"tool_choice": "required"}, None, "there are no `tools`"),
+        ({"tool_choice": WEATHER}, None, "names the function 'weather', and `tools` has none"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            "`json_object` is not supported: give",
+        ),
+        ({"top_logprobs": 2}, None, "`top_logprobs` is not supported"),
         ({"modalities": ["audio"]}, "modalities.0", "'text'"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role", "'system'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'text'"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "weather"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "Input should be True"),
+        ({"parallel_tool_calls": "no calls"}, "parallel_tool_calls", "valid boolean"),
         ({"guided_json": {"type": "object"}}, None, "`guided_json` is not supported"),
     ],
 )
@@ -431,11 +561,16 @@ def test_what_says_nothing_is_accepted():
 def test_a_context_over_the_limit_is_openais_error_and_truncates():
     class Short(ScriptedPolicy):
         async def sample(
-            self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+            self,
+            prompt_ids: tuple[int, ...],
+            seed: int,
+            max_new_tokens: int | None = None,
+            stop: tuple[str, ...] = (),
+            tell: Tell | None = None,
         ) -> Turn:
             if len(prompt_ids) > 60:
                 raise TaskTooLong("rollout-0", "encoding a prompt", "too many tokens")
-            return await super().sample(prompt_ids, seed, max_new_tokens, stop)
+            return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
 
     async def scenario(here: Served) -> None:
         first = (await here.chat(user("a"))).choices[0].message

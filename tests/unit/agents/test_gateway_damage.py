@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from rlsys.agents.gateway.chat_completions import MAX_TOLD
+from rlsys.agents.gateway.answers import MAX_TOLD
 from rlsys.agents.gateway.gateway_server import DEFAULT_LIMITS, HOST, Endpoint, Gateway, GatewayLimits
 from rlsys.agents.session import Session
 from rlsys.util.logs import LINES_PER_MINUTE

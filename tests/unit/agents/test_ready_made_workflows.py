@@ -280,10 +280,10 @@ class TogetherOnly(ScriptedPolicy):
     def __post_init__(self) -> None:
         self.both = asyncio.Barrier(2)
 
-    async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=()):
+    async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=(), tell=None):
         if "You lead" not in "".join(map(chr, prompt_ids)):
             await self.both.wait()
-        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
 
 
 @pytest.mark.timeout(10)
@@ -351,10 +351,10 @@ def test_a_lead_that_never_stops_is_truncated():
 class Overflows(ScriptedPolicy):
     """A subagent whose task is `long` has no room for it."""
 
-    async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=()):
+    async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=(), tell=None):
         if "<user>long" in "".join(map(chr, prompt_ids)):
             raise TaskTooLong("rollout-0", "encoding a prompt", "5000 tokens")
-        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
 
 
 def test_an_overlong_subtask_is_reported_to_the_lead():

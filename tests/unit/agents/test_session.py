@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.agents.agent import Tell
 from rlsys.agents.environment import Environment, Step
 from rlsys.agents.session import Budget, Said, shown_line
 from rlsys.agents.tool_calls import ToolCall, read_calls
@@ -523,11 +524,16 @@ class Narrow(ScriptedPolicy):
     most: int = 40
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         if len(prompt_ids) > self.most:
             raise TaskTooLong("rollout-0", "encoding a prompt", f"{len(prompt_ids)} tokens")
-        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
 
 
 def test_a_subagent_whose_context_is_full_ends_alone():
@@ -603,7 +609,12 @@ class Paced(ScriptedPolicy):
     num_cancelled: int = 0
 
     async def sample(
-        self, prompt_ids: tuple[int, ...], seed: int, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
     ) -> Turn:
         prompt = "".join(map(chr, prompt_ids))
         self.num_running += 1
@@ -615,7 +626,7 @@ class Paced(ScriptedPolicy):
             raise
         finally:
             self.num_running -= 1
-        return await super().sample(prompt_ids, seed, max_new_tokens, stop)
+        return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
 
 
 async def family(session: Session) -> None:
