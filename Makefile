@@ -80,4 +80,4 @@ COMPILE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-emi
 
 lock: $(VENV)/.uv
 	$(COMPILE) requirements/cpu.in -o requirements/cpu.lock
-	$(COMPILE) requirements/dev.in -o requirements/dev.lock
+	$(COMPILE) --override requirements/cpu.lock requirements/dev.in -o requirements/dev.lock

@@ -2,7 +2,7 @@
 
     python -m benchmarks.families [--engine local | --engine vllm] [--family NAME ...] [--write] [--short]
 
-Each cell is a process: `check` of `tests.contract.test_families` on a tiny random model. A vLLM takes most of a minute
+Each cell is a process: `check` and `check_chat` of `tests.contract.test_families` on a tiny random model. A vLLM takes most of a minute
 to start. `--write` puts the cells that ran into the table of docs/models.md, and leaves the others as they are.
 `--short` is one family on the local engine.
 One JSON object to the last line of stdout: `cells`, by engine and family, `agrees` or the last line of the error.
@@ -55,11 +55,13 @@ def cell(engine: str, family: str) -> str:
 
 def agree(engine: str, family: str) -> None:
     """Raise an error unless the engine, the trainer and the exported model agree on the family."""
-    from tests.contract.test_families import check, local_of, vllm_of
+    from tests.contract.test_families import check, check_chat, local_of, vllm_of
     from tests.families import WIDE
 
+    sizes, make = (WIDE, vllm_of) if engine == "vllm" else ({}, local_of)
     with TemporaryDirectory() as folder:
-        check(family, WIDE if engine == "vllm" else {}, vllm_of if engine == "vllm" else local_of, Path(folder))
+        check(family, sizes, make, Path(folder, "steps"))
+        check_chat(family, sizes, make, Path(folder, "chat"))
 
 
 def with_cells(page: str, cells: Mapping[str, Mapping[str, str]]) -> str:

@@ -87,6 +87,7 @@ def test_a_stream_is_sent_while_the_reply_is_sampled():
 
     class Telling(ScriptedPolicy):
         async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=(), tell=None):
+            assert tell is not None
             tell("Let me see. <tool")
             await policy.gate.wait()
             return await super().sample(prompt_ids, seed, max_new_tokens, stop, tell)
@@ -109,6 +110,7 @@ def test_a_stream_is_sent_while_the_reply_is_sampled():
 def test_what_fails_in_a_stream_ends_it_with_an_error():
     class Telling(ScriptedPolicy):
         async def sample(self, prompt_ids, seed, max_new_tokens=None, stop=(), tell=None):
+            assert tell is not None
             tell("Let me")
             await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -1,0 +1,1 @@
+"""Agents of openai-agents and smolagents, trained without changes."""

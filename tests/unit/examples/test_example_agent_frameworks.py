@@ -1,0 +1,47 @@
+"""The agents of `examples/agent_frameworks`: their rewards, and what the policy reads of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from examples.agent_frameworks.prepare import CODE, END, TEMPLATE, written
+from examples.tiny_policy import build_tokenizer
+from rlsys.agents.workflows.openai_agent import OpenAIAgent
+from rlsys.config import Config
+from rlsys.testing import ScriptedPolicy
+from rlsys.types import POLICY, Task
+from workers.text.tokenizer import TextTokenizer
+
+TASK = Task(id="sort", prompt="312>", answer="123")
+
+
+@pytest.mark.parametrize("framework", ["openai_agents", "smolagents"])
+@pytest.mark.parametrize(("digits", "reward"), [("123", 1.0), ("321", 0.0)])
+def test_sorted_digits_are_rewarded(framework: str, digits: str, reward: float):
+    workflow = OpenAIAgent(agent=f"examples.agent_frameworks.agents:with_{framework}")
+    reply = f"{CODE}{digits}{END}" if framework == "smolagents" else digits
+
+    async def main() -> float | None:
+        policy = ScriptedPolicy(lambda prompt: reply)
+        return (await workflow.play(workflow.session(TASK, {POLICY: policy}, 1, 0, {}))).trajectories[0].reward
+
+    assert asyncio.run(main()) == reward
+
+
+def test_the_policy_reads_the_task_alone_as_in_its_warm_start():
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["New task:\n", CODE, END])
+    tokenizer.chat_template = TEMPLATE
+    codec = TextTokenizer(tokenizer)
+    asked = ({"role": "system", "content": "Call me, in German: ä"}, {"role": "user", "content": "New task:\n312>"})
+    demonstration = codec.encode(written("312>123<eos>", in_code=True))
+    assert demonstration[: len(codec.encode(asked))] == codec.encode(asked)
+    assert codec.spell(demonstration) == f"New task:\n312>{CODE}123{END}<eos>"
+
+
+def test_its_configuration_is_read():
+    workflow = Config.load("examples/agent_frameworks/run.yaml").rollout.workflow
+    assert isinstance(workflow, OpenAIAgent)
+    assert workflow.agent == "examples.agent_frameworks.agents:with_openai_agents"
