@@ -2,8 +2,9 @@
 
     python -m benchmarks.families [--engine local | --engine vllm] [--family NAME ...] [--write] [--short]
 
-Each cell is a process: `check` and `check_chat` of `tests.contract.test_families` on a tiny random model. A vLLM takes most of a minute
-to start. `--write` puts the cells that ran into the table of docs/models.md, and leaves the others as they are.
+Each cell is a process: `check` and `check_chat` of `tests.contract.test_families` on a tiny random model. A vLLM takes
+most of a minute to start. `--write` puts the cells that ran into the table of docs/models.md, and leaves the others as
+they are.
 `--short` is one family on the local engine.
 One JSON object to the last line of stdout: `cells`, by engine and family, `agrees` or the last line of the error.
 """

@@ -50,8 +50,8 @@ async def openai_client(prompt: str, base_url: str, api_key: str) -> str:
         tools = [pydantic_function_tool(weather_in, name="weather")]
         reply = await client.chat.completions.parse(model=MODEL, messages=messages, tools=tools)
         said = reply.choices[0].message
-        (call,) = said.tool_calls or ()
-        assert isinstance(call.function.parsed_arguments, weather_in)
+        call = (said.tool_calls or [None])[0]
+        assert call is not None and isinstance(call.function.parsed_arguments, weather_in)
         result = weather(call.function.parsed_arguments.city)
         messages += [said, {"role": "tool", "tool_call_id": call.id, "content": result}]
         async with client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
@@ -86,7 +86,7 @@ async def langgraph(prompt: str, base_url: str, api_key: str) -> str:
     async def ask(state: MessagesState) -> Any:
         return {"messages": [await model.bind_tools(tools).ainvoke(state["messages"])]}
 
-    graph = StateGraph(MessagesState)
+    graph: Any = StateGraph(MessagesState)  # type: ignore[bad-specialization]
     graph.add_node("ask", ask)
     graph.add_node("tools", ToolNode(tools))
     graph.add_edge(START, "ask")
