@@ -6,7 +6,7 @@ Each cell is a process: `check` and `check_chat` of `tests.contract.test_familie
 most of a minute to start. `--write` puts the cells that ran into the table of docs/models.md, and leaves the others as
 they are.
 `--short` is one family on the local engine.
-One JSON object to the last line of stdout: `cells`, by engine and family, `agrees` or the last line of the error.
+One JSON object to the last line of stdout: `cells`, by engine and family, `agrees`, `refused: ...` or the last line of an error.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ENGINES = ("local", "vllm")
 AGREES = "agrees"
 RANK = "[rank0]: "
 """Prefix that PyTorch gives to the lines of an error."""
+_PATH = re.compile(r"'/[^']*'")
 _ROW = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \|$")
 
 
@@ -44,14 +45,24 @@ def main() -> None:
 
 
 def cell(engine: str, family: str) -> str:
-    """Run one family on one engine in a fresh process; return `agrees`, or how it failed."""
+    """Run one family on one engine in a fresh process; return `agrees`, or how it was refused or failed."""
     try:
         in_fresh_process("benchmarks.families:agree", engine, family)
         found = AGREES
     except RuntimeError as error:
-        found = f"fails: {str(error).strip().splitlines()[-1].removeprefix(RANK)}"
+        found = outcome_of(str(error).strip().splitlines()[-1].removeprefix(RANK))
     progress(f"{family} on {engine}: {found}")
     return found
+
+
+def outcome_of(line: str) -> str:
+    """Read the last line of an error.
+
+    >>> outcome_of("rlsys.errors.ModelError: vLLM does not know '/tmp/x'; choose another")
+    'refused: vLLM does not know the model; choose another'
+    """
+    _, refusal, why = line.partition("ModelError: ")
+    return f"refused: {_PATH.sub('the model', why)}" if refusal else f"fails: {line}"
 
 
 def agree(engine: str, family: str) -> None:

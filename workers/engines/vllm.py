@@ -63,6 +63,10 @@ OVERRIDABLE = {"enforce_eager", "block_size", "kv_cache_memory_bytes", "max_num_
 SCORING_FIRST = -1
 """vLLM's priority of scoring requests; others have 0, and the lowest goes first."""
 
+OTHERWISE = {"cohere2"}
+"""Types of models whose logprobs in vLLM 0.32 differ from those of the Transformers library, as `benchmarks.families`
+shows."""
+
 
 class VllmEngine(SteppingEngine):
     """Samples from the model at `model_path`.
@@ -93,6 +97,9 @@ class VllmEngine(SteppingEngine):
             )
         if self._routers and "speculative_config" in spec.vllm_args:
             raise ConfigError("rollout.vllm_args: speculative_config does not go with train.routing_replay")
+        kind = model.config.get_text_config().model_type
+        if kind in OTHERWISE:
+            raise ModelError(f"vLLM computes other logprobs than the trainer for {kind}; use rollout.engine=local")
         sequences = spec.slots + 1  # one more, for scoring
         ours: dict[str, Any] = {
             "model": spec.model_path,
@@ -151,6 +158,11 @@ class VllmEngine(SteppingEngine):
         if self._spec.resident_versions > 1:
             await self._find_room()
         if self._adapters is None:
+            if self._llm.model_config.using_transformers_backend():
+                raise ModelError(
+                    f"vLLM has no model of its own for {self._spec.model_path!r}, and runs it by the Transformers "
+                    "library, where its weights cannot be changed; use rollout.engine=local"
+                )
             specs = [TensorSpec(n, self._spec.dtype, self._shapes.known[n]) for n in sorted(self._shapes.required)]
             prepare = partial(self._llm.collective_rpc, "rlsys_prepare", args=(specs,))
             await self._ask("preparing for weights", prepare, self._spec.load_s)
