@@ -6,7 +6,8 @@ Each cell is a process: `check` and `check_chat` of `tests.contract.test_familie
 most of a minute to start. `--write` puts the cells that ran into the table of docs/models.md, and leaves the others as
 they are.
 `--short` is one family on the local engine.
-One JSON object to the last line of stdout: `cells`, by engine and family, `agrees`, `refused: ...` or the last line of an error.
+One JSON object to the last line of stdout: `cells`, by engine and family, `agrees`, `refused: ...` or the last line of
+an error.
 """
 
 from __future__ import annotations

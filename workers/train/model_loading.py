@@ -158,10 +158,16 @@ def outline(path: str, key: str = "model") -> PreTrainedModel:
     check_exists(path, key)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if senses := [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None)]:
+            raise ModelError(
+                f"{key} {path!r} ({config.model_type}) also has encoders for {' and '.join(senses)}, and rlsys trains "
+                "models of text alone: choose one, or save its language model by itself"
+            )
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{key} {path!r} does not load as a causal language model: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise ModelError(f"{key} {path!r} does not load as a causal language model: {why}") from error
 
 
 def supported(path: str, key: str = "model", *, max_context: int | None = None) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from rlsys.cli import app
 from rlsys.errors import ModelError
 from tests.families import EXPERTS, FAMILIES, SIZES, tiny
 from tests.models import save_model
-from workers.train.model_loading import load_base_model, load_model
+from workers.train.model_loading import load_base_model, load_model, supported
 from workers.train.model_support import check_context, check_supported
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -45,6 +45,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more output": ("roberta", {"is_decoder": True}, "has more between its last states and its logits"),
     "quantized": ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "has quantized weights"),
 }
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "llava"])
+def test_a_model_that_reads_images_is_refused(kind: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"\({kind}\) also has encoders for vision, and rlsys trains models of text"):
+        supported(str(tmp_path))
 
 
 def outline_of(kind: str, **changes: Any) -> PreTrainedModel:
