@@ -25,7 +25,7 @@ from rlsys.config.config_problems import nearest, nested, refuse, shown, union_t
 from rlsys.config.sections import Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
-from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S
+from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S, SERVER, SERVER_TIMEOUT_S
 
 
 def _known(spec: str) -> str:
@@ -108,7 +108,7 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call of the functions, seconds. A call that exceeds it is killed, and its episode fails. A group
     is first scored in one call within this time. If that takes longer, its episodes are scored one by one, and so are
-    those of later groups until all episodes of a group are in time. At least the `timeout_s` of an `llm_judge`."""
+    those of later groups until all episodes of a group are in time. At least the `timeout_s` of an `llm_judge` or `http`."""
     workers: PositiveInt = 1
     """Ray actors that score in parallel."""
     processes: PositiveInt = 1
@@ -181,12 +181,13 @@ class RewardSection(Section):
         return fn
 
     @model_validator(mode="after")
-    def _gives_judges_their_time(self) -> Self:
-        """Reject an `llm_judge` timeout above `timeout_s`, which would make slow requests fail as hangs."""
+    def _gives_requests_their_time(self) -> Self:
+        """Reject a timeout of a request above `timeout_s`, which would make slow requests fail as hangs."""
+        defaults = {JUDGE: JUDGE_TIMEOUT_S, SERVER: SERVER_TIMEOUT_S}
         for spec in self._items:
-            own_s = spec.args.get("timeout_s", JUDGE_TIMEOUT_S)
-            if spec.fn == JUDGE and isinstance(own_s, int | float) and own_s > self.timeout_s:
-                text = f"is {self.timeout_s:g}, and {JUDGE} waits {own_s:g} s for one request: raise it, or lower "
+            own_s = spec.args.get("timeout_s", defaults.get(spec.fn))
+            if spec.fn in defaults and isinstance(own_s, int | float) and own_s > self.timeout_s:
+                text = f"is {self.timeout_s:g}, and {spec.fn} waits {own_s:g} s for one request: raise it, or lower "
                 raise nested([(("timeout_s",), text + f"`timeout_s` in the args of {spec.label!r}")])
         return self
 

@@ -29,6 +29,9 @@ class ReadyMade(NamedTuple):
 JUDGE = "llm_judge"
 JUDGE_TIMEOUT_S = 60.0
 """Default deadline of a request of `llm_judge`, seconds."""
+SERVER = "http"
+SERVER_TIMEOUT_S = 30.0
+"""Default deadline of a request of `http`, seconds."""
 
 BUILTIN: Mapping[str, ReadyMade] = {
     "exact": ReadyMade("rlsys.rewards.text_rewards", "exact"),
@@ -37,6 +40,7 @@ BUILTIN: Mapping[str, ReadyMade] = {
     "format": ReadyMade("rlsys.rewards.text_rewards", "Format"),
     "math": ReadyMade("rlsys.rewards.math_reward", "math", "math-verify", "math"),
     JUDGE: ReadyMade("rlsys.rewards.llm_judge", "LlmJudge", "openai", "judge"),
+    SERVER: ReadyMade("rlsys.rewards.reward_server", "RewardServer"),
     "reasoning_gym": ReadyMade("rlsys.rewards.reasoning_gym_reward", "ReasoningGymReward", "reasoning-gym", "gym"),
 }
 """Reward functions that a configuration names without a module: `reward.fn: exact`. Imported on first use."""
