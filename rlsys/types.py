@@ -336,6 +336,8 @@ class Group:
     """Signal name -> reference to the extra per-token column (one tuple of floats per sample, in sample order)."""
     policy: str = POLICY
     """Name of the policy trained on this group; `versions` and `weights` are of this policy only."""
+    source: str = ""
+    """Source of data of its task, if there are several."""
 
     @property
     def oldest_version(self) -> PolicyVersion:

@@ -152,6 +152,9 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         for _, trajectory in group.everyone():
             for part, value in trajectory.parts.items():
                 by_part[part].append(value)
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for group, own in zip(groups, by_group, strict=True):
+        by_source[group.source] += own
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -160,6 +163,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         "reward/failed_frac": fmean(episode.is_failed for group in groups for episode in group.episodes),
         **({"group/frac_zero_std": fmean(len(set(group)) == 1 for group in compared)} if compared else {}),
         **{f"reward/by/{part}": fmean(values) for part, values in by_part.items()},
+        **{f"reward/source/{name}": fmean(values) for name, values in by_source.items() if name and values},
     }
 
 

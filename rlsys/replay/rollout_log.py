@@ -124,6 +124,7 @@ class RolloutRecord:
         return Group(
             group_id=self.group_id,
             task_id=self.task.id,
+            source=self.task.source,
             permit_version=self.permit_version,
             replica=self.replica,
             episodes=meta_of(self.episodes),

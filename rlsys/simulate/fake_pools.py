@@ -192,6 +192,7 @@ class FakeReplica:
         return Group(
             group_id=assignment.group_id,
             task_id=assignment.task.id,
+            source=assignment.task.source,
             permit_version=assignment.version,
             replica=self.name,
             episodes=episodes,

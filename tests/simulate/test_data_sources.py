@@ -40,6 +40,12 @@ def test_each_source_goes_on_at_its_exact_row(tmp_path: Path):
     assert not resumed.recorder.of(DataChanged)
 
 
+def test_a_step_tells_the_reward_of_each_source(tmp_path: Path):
+    run = run_on(tmp_path / "run", a=0.75, b=0.25)
+    run.train()
+    assert {"reward/source/a", "reward/source/b"} <= run.metrics[-1].keys()
+
+
 def test_a_source_that_is_added_at_a_resume_is_said_and_begins_at_its_beginning(tmp_path: Path):
     cut = run_on(tmp_path / "run", a=1.0, b=1.0)
     cut.driver.events.attach(StopAfter(cut.driver, 3))

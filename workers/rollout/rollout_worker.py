@@ -243,6 +243,7 @@ class RolloutWorker:
         return Group(
             group_id=assignment.group_id,
             task_id=assignment.task.id,
+            source=assignment.task.source,
             permit_version=assignment.version_of(name),
             replica=self.name,
             episodes=meta_of(episodes),

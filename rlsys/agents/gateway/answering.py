@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rlsys.agents.gateway.answers import Answer, Choice, Refused
+from rlsys.agents.gateway.answers import AnswerForm, Choice, Refused
 from rlsys.agents.gateway.conversations import TellChoice
 from rlsys.types import Json
 
@@ -25,7 +25,9 @@ def sent(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-async def sent_as_events(request: web.Request, answer: Answer, sample: Samples, write_s: float) -> web.StreamResponse:
+async def sent_as_events(
+    request: web.Request, answer: AnswerForm, sample: Samples, write_s: float
+) -> web.StreamResponse:
     """Answer with events while the replies are sampled.
 
     Consumes the texts so far; produces events. Waits for news of the reply, and for the client to read; unblocked by

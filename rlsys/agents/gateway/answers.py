@@ -45,7 +45,7 @@ class Choice:
         return "tool_calls" if self.turn.finish == "stop" and "tool_calls" in self.message else self.turn.finish
 
 
-class Answer(Protocol):
+class AnswerForm(Protocol):
     """Form of the answer to one request: one JSON object, or server-sent events."""
 
     def whole(self, choices: Sequence[Choice]) -> bytes:

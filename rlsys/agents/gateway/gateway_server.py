@@ -40,11 +40,11 @@ from aiohttp.typedefs import Handler
 
 from rlsys.agents.agent import AgentStopped, ContextFull
 from rlsys.agents.gateway.answering import Replies, Samples, in_openai_form, model_object, sent, sent_as_events
-from rlsys.agents.gateway.answers import Answer, Refused
+from rlsys.agents.gateway.answers import AnswerForm, Refused
 from rlsys.agents.gateway.chat_completions import ChatAnswer, ChatRequest, read_request
 from rlsys.agents.gateway.completions import CompletionAnswer, CompletionRequest
 from rlsys.agents.gateway.conversations import Conversations, TellChoice
-from rlsys.agents.gateway.responses import ResponsesAnswer, ResponsesRequest
+from rlsys.agents.gateway.model_responses import ResponsesAnswer, ResponsesRequest
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
 from rlsys.types import Message
@@ -302,7 +302,7 @@ class Gateway:
         return await self._answered(request, answer, sample, is_streamed=asked.stream)
 
     async def _answered(
-        self, request: web.Request, answer: Answer, sample: Samples, *, is_streamed: bool | None
+        self, request: web.Request, answer: AnswerForm, sample: Samples, *, is_streamed: bool | None
     ) -> web.StreamResponse:
         if is_streamed:
             return await sent_as_events(request, answer, sample, self._limits.answer_s)

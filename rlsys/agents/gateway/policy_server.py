@@ -20,12 +20,12 @@ from pydantic import Field
 
 from rlsys.agents.agent import AgentStopped, Policy
 from rlsys.agents.gateway.answering import Replies, in_openai_form, model_object, sent, sent_as_events
-from rlsys.agents.gateway.answers import Answer, Refused
+from rlsys.agents.gateway.answers import AnswerForm, Refused
 from rlsys.agents.gateway.chat_completions import ChatAnswer, ChatRequest, Lenient, read_request
 from rlsys.agents.gateway.completions import CompletionAnswer, CompletionRequest
 from rlsys.agents.gateway.conversations import Conversations, TellChoice
 from rlsys.agents.gateway.gateway_server import DEFAULT_LIMITS, MAX_BODY
-from rlsys.agents.gateway.responses import ResponsesAnswer, ResponsesRequest
+from rlsys.agents.gateway.model_responses import ResponsesAnswer, ResponsesRequest
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong
 from rlsys.types import POLICY, Task
@@ -99,7 +99,7 @@ class PolicyServer:
     async def _answered(
         self,
         request: web.Request,
-        answer: Answer,
+        answer: AnswerForm,
         drawing: Drawing,
         asked: ChatRequest | CompletionRequest,
         number: int,
