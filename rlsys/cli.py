@@ -77,6 +77,7 @@ def train(
         return
     from rlsys.config.resource_plan import plan_of
 
+    config = launch.with_steps(config)
     launch.look_up(config)
     resources = plan_of(config)
     memory = launch.memory_plan(config, gpus=gpus, gpu_memory=gpu_memory) if launch.has_folders(config) else None

@@ -56,6 +56,8 @@ class ChatOptions:
     """Schemas of the tools on offer, in the OpenAI form."""
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     """Variables of the template, e.g. `{"enable_thinking": False}`."""
+    system: str | None = None
+    """System message of a conversation that does not begin with one; empty: none; None: that of the configuration."""
 
 
 NO_OPTIONS = ChatOptions()
@@ -73,10 +75,16 @@ class Task:
     """Schemas of tools that `single_turn` offers: the reply's calls are for the reward to judge, nothing runs them."""
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     """Variables of the chat template in all conversations about this task."""
+    system: str | None = None
+    """System message of conversations about this task that do not begin with one; None: that of the configuration."""
     source: str = ""
     """Name of the source of data, if there are several; of an evaluation's task, the name of its data set."""
     info: Mapping[str, Json] = field(default_factory=dict)
     """Every other column of the row; reward functions pick from it by name."""
+
+    def chat_options(self, tools: tuple[Mapping[str, Json], ...]) -> ChatOptions:
+        """Options of conversations about this task in which an agent is offered these tools."""
+        return ChatOptions(tools, self.template_kwargs, self.system)
 
 
 @dataclass(frozen=True)

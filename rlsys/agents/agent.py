@@ -369,7 +369,7 @@ class Agent:
             raise ValueError(f"agent {self.name!r} began with plain text and cannot go on with messages")
         new = () if prompt is None else messages_of(prompt)
         if not before.ids:
-            said, options = (*before.said, *new), ChatOptions(tools, self._session.task.template_kwargs)
+            said, options = (*before.said, *new), self._session.task.chat_options(tools)
             ids = await self._policy.encode(said, options)
             begun = said[-1]["content"] if said[-1]["role"] == "assistant" else ""
             return Context(said[:-1] if begun else said, ids, begun=begun, opened_with=options, offered=tools)

@@ -19,10 +19,8 @@ from rlsys.config.schema import Config
 from rlsys.errors import ConfigError
 
 _VERL_SECTIONS = ("actor_rollout_ref", "trainer", "algorithm", "critic", "reward_model", "custom_reward_function")
-_NO_STEPS = 100
-"""`run.steps` where the file counts epochs."""
-FEW_STEPS = 20
-"""Steps below which a run has no stabilizer."""
+_EPOCHS = {"verl": 30, "TRL": 3}
+"""Passes over the data that they make if the file says neither steps nor epochs."""
 _UNSUPPORTED = (
     "it is neither a YAML of verl (with actor_rollout_ref) nor arguments of TRL (with num_generations, learning_rate, "
     "...): give one of these, as .yaml or .json"
@@ -182,9 +180,10 @@ def _resolved(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete(made: Conversion) -> None:
     """Fill in what a configuration must have."""
-    if made.get("run.steps") is None:
-        made.set("run.steps", _NO_STEPS)
-        made.notes.append(f"run.steps: {_NO_STEPS} stands for epochs * rows / train.groups_per_step")
+    if made.get("run.steps") is not None:
+        made.tree["run"].pop("epochs", None)  # theirs, too, count steps if both are given
+    elif made.get("run.epochs") is None:
+        made.set("run.epochs", _EPOCHS[made.system])
     for key in ("model.path", "data.path"):
         if made.get(key) is None and made.get("data.sources" if key == "data.path" else key) is None:
             made.set(key, "FILL-IN")
@@ -192,9 +191,6 @@ def _complete(made: Conversion) -> None:
     longest = (_count(made.get("data.max_prompt_tokens")) or 1024) + (_count(made.get("rollout.max_new_tokens")) or 256)
     if (_count(made.get("train.micro_batch_tokens")) or 8192) < longest:
         made.tree.setdefault("train", {})["micro_batch_tokens"] = longest
-    if _count(made.get("run.steps")) < FEW_STEPS:
-        made.tree["stabilizer"] = None
-        made.notes.append("stabilizer: the default one needs a longer run")
     if name := made.get("run.name"):
         made.tree["run"]["name"] = "".join(c if c.isalnum() or c in "_.-" else "-" for c in str(name))
 

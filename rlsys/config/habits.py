@@ -72,7 +72,6 @@ SAMPLED = "the trainer could not compute the distribution that it makes"
 GROUPS = "per_device_train_batch_size * gradient_accumulation_steps * devices / num_generations"
 ROWS = "train.micro_batch_tokens bounds a forward in tokens, not in samples; it changes no gradient"
 MESH = "train.mesh says how many ranks there are and how they split the model: {shard: 8}"
-EPOCHS = "run.steps counts steps: epochs * rows / train.groups_per_step"
 
 _TRL = _rows(
     "TRL",
@@ -90,7 +89,7 @@ _TRL = _rows(
         ("max_prompt_length", "data.max_prompt_tokens"),
         ("max_length", "rollout.max_context_tokens"),
         ("max_steps", "run.steps", "", _above_zero),
-        ("num_train_epochs", "run.steps", EPOCHS, _by_hand),
+        ("num_train_epochs", "run.epochs", "", _above_zero),
         ("per_device_train_batch_size", "train.groups_per_step", GROUPS, _by_hand),
         ("gradient_accumulation_steps", "train.groups_per_step", GROUPS, _by_hand),
         ("generation_batch_size", "train.groups_per_step", "in groups, not in samples", _by_hand),
@@ -221,7 +220,7 @@ _VERL = _rows(
         ("custom_reward_function.path", "reward.fn", "PATH:NAME", _by_hand),
         ("custom_reward_function.name", "reward.fn", "PATH:NAME", _by_hand),
         ("trainer.total_training_steps", "run.steps", "", _above_zero),
-        ("trainer.total_epochs", "run.steps", EPOCHS, _by_hand),
+        ("trainer.total_epochs", "run.epochs", "", _above_zero),
         ("trainer.save_freq", "checkpoint.every", "", _above_zero),
         ("trainer.test_freq", "eval.every", "", _above_zero),
         ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last"),

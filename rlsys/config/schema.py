@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import (
     AfterValidator,
     Field,
+    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -77,12 +78,22 @@ class RunSection(Section):
     """Parent folder of run directories."""
     seed: NonNegativeInt = 0
     """Root of every random stream: task order and sampling. The same seed and configuration give the same run."""
-    steps: PositiveInt
-    """Optimizer steps of the whole run, including those before a resume."""
+    steps: NonNegativeInt = 0
+    """Optimizer steps of the whole run, including those before a resume. Set this or `epochs`."""
+    epochs: NonNegativeFloat = 0.0
+    """Passes over the tasks of all sources, instead of `steps`: `epochs` * tasks / `train.groups_per_step` steps,
+    rounded up. A task that is dropped is drawn, and fills no step."""
     resume: Annotated[str, AfterValidator(_resume)] = "never"
     """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, or its
     copy (`checkpoint.copy_to`), else start. must: resume, or fail. A folder: start a new run from the latest checkpoint
     of the run in that folder. A URL: the same, from the copies of that run, `COPY_TO/NAME`."""
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        if bool(self.steps) == bool(self.epochs):
+            text = "give the number of steps here, or that of passes over the data in run.epochs, and not both"
+            refuse([(("steps",), text)])
+        return self
 
 
 class ModelSection(Section):
@@ -94,6 +105,15 @@ class ModelSection(Section):
     """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy."""
 
 
+class WeightFrom(Section):
+    """Weight of a source from a step on."""
+
+    step: PositiveInt
+    """First step; tasks count by `train.groups_per_step` as they are drawn."""
+    weight: NonNegativeFloat
+    """Share of the tasks, as in `weight`."""
+
+
 class SourceSection(Section):
     """One of several sources of training tasks."""
 
@@ -103,6 +123,15 @@ class SourceSection(Section):
     """Name in metrics, messages and checkpoints; empty: that of the file."""
     weight: NonNegativeFloat = 1.0
     """Share of the tasks that are drawn, over the sum of all weights; 0: none."""
+    later_weights: list[WeightFrom] = Field(default=[])
+    """Weights from later steps on, for a curriculum: `[{step: 100, weight: 0.5}]`."""
+    shuffle: bool | None = None
+    """Order of this source, as `data.shuffle`; `false` keeps a file that goes from easy to hard. None:
+    `data.shuffle`."""
+    system: str | None = None
+    """System message of conversations about these tasks; empty: none; None: `rollout.chat.system`."""
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables of the chat template for these tasks, before those of `rollout.chat`; a row's own come first."""
     columns: Columns | None = None
     """Column names of this source; None: `data.columns`."""
     reward: Functions | None = None
@@ -111,6 +140,10 @@ class SourceSection(Section):
     @model_validator(mode="after")
     def _is_named(self) -> Self:
         return self if self.name else self.model_copy(update={"name": dataset_name(self.path)})
+
+    def weight_at(self, step: int) -> float:
+        """Weight that holds from a step on."""
+        return next((later.weight for later in reversed(self.later_weights) if later.step <= step), self.weight)
 
 
 class DataSection(Section):
@@ -142,13 +175,25 @@ class DataSection(Section):
         problems: list[Problem] = []
         if bool(self.path) == bool(self.sources):
             problems.append((("path",), "give either one file or data set here, or several in data.sources"))
-        if self.sources and not any(source.weight for source in self.sources):
-            problems.append((("sources",), "all weights are 0, so there is no task to train on"))
+        for step, weights in self.weights_by_step.items():
+            if not any(weights.values()):
+                since = f" from step {step} on" if step else ""
+                problems.append((("sources",), f"all weights are 0{since}, so there is no task to train on"))
+        for index, source in enumerate(self.sources):
+            steps = [later.step for later in source.later_weights]
+            if steps != sorted(set(steps)):
+                problems.append((("sources", index, "later_weights"), "the steps should increase"))
         for index, name in enumerate(names):
             if name in names[:index]:
                 problems.append((("sources", index, "name"), f"{name!r} is the name of another source too"))
         refuse(problems)
         return self
+
+    @property
+    def weights_by_step(self) -> dict[int, dict[str, float]]:
+        """Weights of the sources by name, by the step from which they hold."""
+        steps = {0 for _ in self.sources} | {later.step for source in self.sources for later in source.later_weights}
+        return {step: {source.name: source.weight_at(step) for source in self.sources} for step in sorted(steps)}
 
 
 class RolloutSection(Section):
@@ -596,7 +641,7 @@ class Config(Section):
             asked, known = ", ".join(unknown), ", ".join(Signal)
             raise ValueError(f"{name} asks for {asked}, which no worker makes; signals are {known}")
         run = info.data.get("run")
-        if run is not None and not any(map(algorithm.trains_policy, range(run.steps))):
+        if run is not None and run.steps and not any(map(algorithm.trains_policy, range(run.steps))):
             raise ValueError(
                 f"{name} trains the policy in none of the {run.steps} steps (run.steps): its warm-up is longer"
             )
@@ -608,7 +653,7 @@ class Config(Section):
         run, algorithm = info.data.get("run"), info.data.get("algorithm")
         if run is None or algorithm is None or plugin is None or not (needed := plugin.synchronous_steps):
             return plugin
-        if version_after(algorithm, needed, start=0, end=run.steps) < run.steps:
+        if not run.steps or version_after(algorithm, needed, start=0, end=run.steps) < run.steps:
             return plugin
         raise ValueError(
             f"{type(plugin).__name__} needs {needed} synchronous steps that train the policy before it does anything, "

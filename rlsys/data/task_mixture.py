@@ -15,22 +15,25 @@ class TaskMixture:
     """Endless stream of tasks from named sources. Has the methods of `TaskSource`, and its law.
 
     The next task comes from the source that is furthest behind its weight, counted since the sources or their weights
-    last changed; of equals, the first. So of n tasks, each source has its share of them, give or take one (two
-    sources) or less than the number of sources, and no chance is involved.
+    last changed; of equals, the first. So of n tasks under the same weights, each source has its share, give or take
+    one (two sources) or less than the number of sources, and no chance is involved.
     """
 
-    def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:
-        """`weights` are those of the sources, in any unit; 0: no task is drawn. Raises `DataError` if all are 0."""
-        total = sum(weights.values())
-        if not total > 0:
+    def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[int, Mapping[str, float]]) -> None:
+        """`weights` are those of the sources, in any unit, by the number of tasks drawn from which they hold, which
+        begin at 0. Weight 0: no task is drawn. Raises `DataError` if all are 0."""
+        if not all(sum(by_name.values()) > 0 for by_name in weights.values()):
             raise DataError("data: no source has a weight above 0, so there is no task to train on")
         self._sources = sources
-        self._weights = {name: weights[name] / total for name in sources}
+        self._stages = {
+            begin: {name: by_name[name] / sum(by_name.values()) for name in sources}
+            for begin, by_name in sorted(weights.items())
+        }
         self._drawn = dict.fromkeys(sources, 0)
 
     def __copy__(self) -> TaskMixture:
         """Share the tasks, but not the place in them."""
-        other = TaskMixture({name: copy(source) for name, source in self._sources.items()}, self._weights)
+        other = TaskMixture({name: copy(source) for name, source in self._sources.items()}, self._stages)
         other._drawn = dict(self._drawn)
         return other
 
@@ -53,7 +56,10 @@ class TaskMixture:
         """Return the next task, and advance the cursor of its source."""
         name = self._next_source()
         self._drawn[name] += 1
-        return self._sources[name].next()
+        task = self._sources[name].next()
+        if self._num_drawn in self._stages:
+            self._drawn = dict.fromkeys(self._sources, 0)
+        return task
 
     def at(self, cursor: Cursor) -> Task:
         """Return the task at any position of the stream; no cursor moves."""
@@ -63,9 +69,10 @@ class TaskMixture:
 
     def state(self) -> TasksState:
         """Return the state for a checkpoint."""
+        weights = self._weights
         return TasksState(
             sources={
-                name: SourceState(source.fingerprint, source.cursor, self._drawn[name], self._weights[name])
+                name: SourceState(source.fingerprint, source.cursor, self._drawn[name], weights[name])
                 for name, source in self._sources.items()
             }
         )
@@ -94,15 +101,27 @@ class TaskMixture:
                 notes += source.restore(TasksState(saved.fingerprint, saved.cursor))
             except DataError as error:
                 raise DataError(f"data: source {name}: {error}") from error
-            if abs(saved.weight - self._weights[name]) > 1e-9:
-                notes.append(f"the source {name} has weight {self._weights[name]:.3g}, before {saved.weight:.3g}")
+        weights = self._weights
+        for name, saved in state.sources.items():
+            if abs(saved.weight - weights[name]) > 1e-9:
+                notes.append(f"the source {name} has weight {weights[name]:.3g}, before {saved.weight:.3g}")
         is_same = not notes
         self._drawn = {name: state.sources[name].num_drawn if is_same else 0 for name in self._sources}
         return notes
 
+    @property
+    def _num_drawn(self) -> int:
+        """Tasks drawn since the beginning, from all sources."""
+        return sum(source.cursor.epoch * len(source) + source.cursor.position for source in self._sources.values())
+
+    @property
+    def _weights(self) -> Mapping[str, float]:
+        """Shares of the sources for the next task."""
+        return self._stages[max(begin for begin in self._stages if begin <= self._num_drawn)]
+
     def _next_source(self) -> str:
-        num = sum(self._drawn.values()) + 1
+        weights, num = self._weights, sum(self._drawn.values()) + 1
         return max(
-            (name for name in self._sources if self._weights[name] > 0),
-            key=lambda name: self._weights[name] * num - self._drawn[name],
+            (name for name in self._sources if weights[name] > 0),
+            key=lambda name: weights[name] * num - self._drawn[name],
         )

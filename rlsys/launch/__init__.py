@@ -9,7 +9,7 @@ from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan
 from rlsys.launch.live_run import Run, start, train
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, replay, replay_step
 from rlsys.launch.policy_serving import serve
-from rlsys.launch.preflight import look_up
+from rlsys.launch.preflight import look_up, with_steps
 from rlsys.launch.train_run import TrainResult
 from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
 
@@ -32,4 +32,5 @@ __all__ = [
     "start",
     "train",
     "try_workflow",
+    "with_steps",
 ]

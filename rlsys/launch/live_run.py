@@ -239,4 +239,4 @@ def generate(config: Config, prompts: Sequence[Prompt], *, seed: int = 0) -> lis
 
 def _sinks(config: Config, on_step: Callable[[StepDone], object] | None, *, progress: bool) -> list[Any]:
     sinks: list[Any] = [CallbackSink(on_step)] if on_step else []
-    return [*sinks, ChartSink(config.run.steps)] if progress and is_notebook() else sinks
+    return [*sinks, ChartSink()] if progress and is_notebook() else sinks

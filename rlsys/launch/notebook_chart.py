@@ -10,7 +10,7 @@ from typing import Any
 
 from rlsys.dashboard.plots import plot, short
 from rlsys.dashboard.responses import Series
-from rlsys.monitoring.events import Event, RunEnded, StepDone
+from rlsys.monitoring.events import Event, RunEnded, RunStarted, StepDone
 
 SHOWN = ("reward/mean", "loss", "policy/entropy", "completions/length_mean")
 """Metrics with a chart, if the run reports them."""
@@ -31,15 +31,17 @@ def is_notebook() -> bool:
 class ChartSink:
     """Sink that shows a progress bar and charts in the output of the cell that started the run."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self) -> None:
         ipython = import_module("IPython.display")  # the kernel of a notebook has it
-        self._html, self._num_steps = ipython.HTML, num_steps
+        self._html, self._num_steps = ipython.HTML, 0
         self._rows: list[StepDone] = []
         self._end = ""
         self._display: Any = ipython.display(ipython.HTML(self._drawn()), display_id=True)
 
     def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, StepDone):
+        if isinstance(event, RunStarted):
+            self._num_steps = event.total_steps
+        elif isinstance(event, StepDone):
             self._rows.append(event)
         elif isinstance(event, RunEnded):
             self._end = f"{event.reason} {event.detail}".strip()
@@ -53,8 +55,9 @@ class ChartSink:
         step = self._rows[-1].step if self._rows else 0
         reward = f", reward {short(self._rows[-1].metrics['reward/mean'])}" if self._rows else ""
         state = self._end or ("training" if self._rows else "starting")
-        bar = f'<progress max="{self._num_steps}" value="{step}"></progress>'
-        text = escape(f"step {step} of {self._num_steps}{reward}: {state}")
+        bar = f'<progress max="{self._num_steps or 1}" value="{step}"></progress>'
+        place = f"step {step} of {self._num_steps}{reward}: " if self._num_steps else ""
+        text = escape(f"{place}{state}")
         return f'<div class="rlsys">{STYLE}{bar} {text}<br>{"".join(map(str, self._charts()))}</div>'
 
     def _charts(self) -> Sequence[object]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlsys.algorithm import Signal
 from rlsys.config import Config
-from rlsys.config.loader import texts_in
+from rlsys.config.loader import of_tree, texts_in
 from rlsys.config.policy_sections import PolicySection
 from rlsys.config.reward_section import rooted_functions
 from rlsys.data.row_adapters import Columns
@@ -139,7 +139,7 @@ def look_up(config: Config) -> Data:
         check_model(own)
         check_rows(own)
     parts = training_tasks(config)
-    data = Data(_stream_of(config, parts), eval_sets(config) if config.eval.every else {})
+    data = Data(stream_of(config, parts), eval_sets(config) if config.eval.every else {})
     if config.ray.address is None:
         for own in [config.of(name) for name in config.policies] or [config]:
             for source, tasks in parts.items():
@@ -151,6 +151,20 @@ def look_up(config: Config) -> Data:
     return data
 
 
+def with_steps(config: Config) -> Config:
+    """Return the configuration with `run.steps` in place of `run.epochs`, which takes the number of tasks.
+
+    Raises the `RlsysError` of data that cannot be read, or of a configuration that so few steps do not allow.
+    """
+    if not config.run.epochs:
+        return config
+    prepare_imports()
+    tasks, per_step = sum(map(len, training_tasks(config).values())), config.train.groups_per_step
+    tree = config.model_dump(mode="json")
+    tree["run"] |= {"steps": math.ceil(config.run.epochs * tasks / per_step - 1e-9), "epochs": 0.0}
+    return of_tree(Config, tree, f"run.epochs: {config.run.epochs:g} of {tasks} tasks, {per_step} a step")
+
+
 def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
     """Tasks of each source of data by its name, which is empty if there is one. Reward functions and the workflow are
     checked before anything expensive starts."""
@@ -158,7 +172,16 @@ def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
     for source in data.sources:
         name = source.name
         tasks = _tasks(key_of(name), source.path, source.columns or data.columns)
-        parts[name] = [replace(task, id=f"{name}/{task.id}", source=name) for task in tasks]
+        parts[name] = [
+            replace(
+                task,
+                id=f"{name}/{task.id}",
+                source=name,
+                system=source.system,
+                template_kwargs={**source.template_kwargs, **task.template_kwargs},
+            )
+            for task in tasks
+        ]
     parts = parts or {"": _tasks(key_of(""), data.path, data.columns)}
     group_size, distribution = config.algorithm.group_size, config.rollout.distribution
     for source, tasks in parts.items():
@@ -172,11 +195,19 @@ def key_of(source: str) -> str:
     return f"data.sources: {source}" if source else "data.path"
 
 
-def _stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
-    streams = {name: TaskSource(tasks, config.run.seed, shuffle=config.data.shuffle) for name, tasks in parts.items()}
-    if not config.data.sources:
-        return streams[""]
-    return TaskMixture(streams, {source.name: source.weight for source in config.data.sources})
+def stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
+    """Stream of the tasks of each source in the shares and orders of the configuration."""
+    data, seed = config.data, config.run.seed
+    if not data.sources:
+        return TaskSource(parts[""], seed, shuffle=data.shuffle)
+    streams = {
+        source.name: TaskSource(
+            parts[source.name], seed, shuffle=data.shuffle if source.shuffle is None else source.shuffle
+        )
+        for source in data.sources
+    }
+    per_step = config.train.groups_per_step
+    return TaskMixture(streams, {step * per_step: weights for step, weights in data.weights_by_step.items()})
 
 
 def eval_sets(config: Config) -> dict[str, Sequence[Task]]:

@@ -153,7 +153,7 @@ def train_job(
     """Run one training job; see `rlsys.train`. `sinks` get the events of the run, `stopping` may end it earlier."""
     began = time.monotonic()
     preflight.prepare_imports()
-    config = preflight.rooted(config)
+    config = preflight.with_steps(preflight.rooted(config))
     preflight.check_run_dir(config)
     check_trackers(config)
     owns = config.trained if config.policies else {POLICY: config}

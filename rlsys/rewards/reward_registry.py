@@ -38,6 +38,8 @@ BUILTIN: Mapping[str, ReadyMade] = {
     "zero": ReadyMade("rlsys.rewards.text_rewards", "zero"),
     "regex": ReadyMade("rlsys.rewards.text_rewards", "Regex"),
     "format": ReadyMade("rlsys.rewards.text_rewards", "Format"),
+    "overlong": ReadyMade("rlsys.rewards.length_rewards", "Overlong"),
+    "target_length": ReadyMade("rlsys.rewards.length_rewards", "TargetLength"),
     "math": ReadyMade("rlsys.rewards.math_reward", "math", "math-verify", "math"),
     JUDGE: ReadyMade("rlsys.rewards.llm_judge", "LlmJudge", "openai", "judge"),
     SERVER: ReadyMade("rlsys.rewards.reward_server", "RewardServer"),

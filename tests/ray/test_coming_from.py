@@ -16,8 +16,8 @@ from rlsys.cli import app
 
 pytestmark = pytest.mark.ray
 
-LOCAL = ["rollout.engine=local", "rollout.replicas=1", "rollout.slots=16", "run.steps=2", "limits.silence_s=60"]
-"""What a converted configuration is changed in: two steps on this machine."""
+LOCAL = ["rollout.engine=local", "rollout.replicas=1", "rollout.slots=16", "limits.silence_s=60"]
+"""What a converted configuration is changed in: it trains on this machine."""
 
 TRL_GRPO = """
     model_name_or_path: {model}
@@ -98,7 +98,7 @@ VERL_GRPO = """
     data:
       train_files: {rows}
       val_files: {rows}
-      train_batch_size: 4
+      train_batch_size: 10
       max_prompt_length: 8
       max_response_length: 8
       filter_overlong_prompts: true
@@ -111,7 +111,7 @@ VERL_GRPO = """
       actor:
         optim:
           lr: 1e-3
-        ppo_mini_batch_size: 4
+        ppo_mini_batch_size: 10
         ppo_micro_batch_size_per_gpu: 4
         use_kl_loss: true
         kl_loss_coef: 0.001
@@ -130,7 +130,7 @@ VERL_GRPO = """
       path: {out}/rewards.py
       name: compute_score
     trainer:
-      total_training_steps: 2
+      total_epochs: 1
       n_gpus_per_node: 1
       nnodes: 1
       save_freq: -1

@@ -20,7 +20,7 @@ def run_on(folder: Path, **weights: float) -> FakeRun:
         for name in weights
     }
     keys = {"run": {"steps": 6}, "train": {"groups_per_step": 4}, "checkpoint": {"every": 1}}
-    return FakeRun(folder, tasks=TaskMixture(sources, weights), **keys)
+    return FakeRun(folder, tasks=TaskMixture(sources, {0: weights}), **keys)
 
 
 def trained(run: FakeRun) -> list[str]:
@@ -53,7 +53,7 @@ def test_a_source_that_is_added_at_a_resume_is_said_and_begins_at_its_beginning(
     resumed = run_on(tmp_path / "run", a=1.0, b=1.0, c=2.0)
     run_virtual(go_on(resumed.driver))
     said = [event.detail for event in resumed.recorder.of(DataChanged)]
-    assert said[-1] == "the source c is new, and starts at its beginning (9 tasks)"
+    assert said[0] == "the source c is new, and starts at its beginning (9 tasks)"
     own = [task for task in trained(resumed) if task.startswith("c")]
     fresh = run_on(tmp_path / "alone", c=1.0)
     fresh.train()

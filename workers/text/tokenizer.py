@@ -88,7 +88,7 @@ class TextTokenizer:
         """Token ids of a task's prompt as a single turn sends it: a text is a user's message if there is a template."""
         if isinstance(task.prompt, str) and not self.has_chat_template:
             return self.encode(task.prompt)
-        return self.encode(messages_of(task.prompt), ChatOptions(task.tools, task.template_kwargs))
+        return self.encode(messages_of(task.prompt), task.chat_options(task.tools))
 
     def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS, *, most: int | None = None) -> tuple[int, ...]:
         """Encode the start of a context. Messages are rendered in the chat template with the assistant's turn opened;
@@ -234,8 +234,9 @@ class ChatTemplate:
         tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in options.tools]
         if any(message["role"] == "tool" for message in messages) and not self._takes_results:
             fitted = list(_results_by_user(fitted))
-        if self._system is not None and messages[0]["role"] != "system":
-            fitted = self._with_system(fitted, self._system)
+        system = self._system if options.system is None else options.system
+        if system and messages[0]["role"] != "system":
+            fitted = self._with_system(fitted, system)
         if tools and not self._offers_tools:
             fitted, tools = self._with_system(fitted, described(tools)), []
         if opens_turn is None:

@@ -205,8 +205,9 @@ def test_problems_inside_a_list_are_named_by_line_and_index(tmp_path: Path):
 
 
 def test_a_missing_key_is_named_with_its_section(tmp_path: Path):
+    both = "give the number of steps here, or that of passes over the data in run.epochs, and not both"
     assert refusal(write(tmp_path, "run: {name: a}\nmodel: {path: x}\n"))[1:] == [
-        "  job.yaml:1: run.steps: required, and not given",
+        f"  job.yaml:1: run.steps: {both}",
         "  job.yaml: data: required, and not given",
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import ConfigError
-from rlsys.launch.preflight import training_tasks
+from rlsys.launch.preflight import stream_of, training_tasks
 from rlsys.rewards.reward_function import RewardInput, RewardSum
 
 NEEDED = ["run.steps=2", "model.path=m"]
@@ -38,6 +38,11 @@ def test_a_list_is_short_for_sources_named_after_their_files():
         ("data={path: a, sources: [{path: b}]}", r"data\.path: give either one"),
         ("data=[{path: a.jsonl}, {path: x/a.jsonl}]", r"data\.sources\[1\]\.name: 'a' is the name of another source"),
         ("data=[{path: a.jsonl, weight: 0}]", r"data\.sources: all weights are 0"),
+        ("data=[{path: a, later_weights: [{step: 9, weight: 0}]}]", r"data\.sources: all weights are 0 from step 9 on"),
+        (
+            "data=[{path: a, later_weights: [{step: 9, weight: 1}, {step: 9, weight: 2}]}]",
+            r"data\.sources\[0\]\.later_weights: the steps should increase",
+        ),
         ("data=[{path: a.jsonl, weight: -1}]", r"data\.sources\[0\]\.weight: .*greater than or equal to 0"),
         ("data=[{path: a.jsonl, reward: exactt}]", r"data\.sources\[0\]\.reward.*did you mean `exact`"),
         ("data=[{path: a.jsonl, wieght: 1}]", r"data\.sources\[0\]\.wieght: unknown key; did you mean"),
@@ -65,6 +70,35 @@ def test_each_source_has_its_own_columns_and_reward(tmp_path: Path):
         for name, tasks in parts.items()
     }
     assert values == {"a": [1.0, 0.0], "b": [0.0, 1.0]}
+
+
+def test_each_source_has_its_own_system_message_template_variables_and_order(tmp_path: Path):
+    rows = [{"prompt": str(i), "chat_template_kwargs": {"deep": i == 0}} for i in range(20)]
+    written(tmp_path, "a.jsonl", *rows)
+    written(tmp_path, "b.jsonl", *rows)
+    own = "system: Be brief., template_kwargs: {deep: true, tone: dry}, shuffle: false"
+    config = load(f"data=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, {own}}}]", "reward.fn=zero")
+    parts = training_tasks(config)
+    assert [(task.system, task.template_kwargs) for task in (parts["a"][1], parts["b"][0], parts["b"][1])] == [
+        (None, {"deep": False}),
+        ("Be brief.", {"deep": True, "tone": "dry"}),
+        ("Be brief.", {"deep": False, "tone": "dry"}),
+    ]
+    stream = stream_of(config, parts)
+    drawn = [stream.next() for _ in range(40)]
+    prompts = {name: [int(str(task.prompt)) for task in drawn if task.source == name] for name in parts}
+    assert prompts["b"] == list(range(20)) and sorted(prompts["a"]) == list(range(20)) != prompts["a"]
+
+
+def test_weights_change_at_the_steps_of_the_configuration(tmp_path: Path):
+    for name in ("a", "b"):
+        written(tmp_path, f"{name}.jsonl", *({"prompt": str(i)} for i in range(50)))
+    own = "weight: 0, later_weights: [{step: 2, weight: 0.5}, {step: 4, weight: 3}]"
+    data = f"data=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, {own}}}]"
+    config = load(data, "reward.fn=zero", "train.groups_per_step=12")
+    stream = stream_of(config, training_tasks(config))
+    steps = [[stream.next().source for _ in range(12)] for _ in range(6)]
+    assert [step.count("b") for step in steps] == [0, 0, 4, 4, 9, 9]
 
 
 def test_a_column_that_a_reward_needs_is_asked_of_its_source_alone(tmp_path: Path):

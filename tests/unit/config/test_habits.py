@@ -57,7 +57,8 @@ TRL_GRPO = json.dumps(
     {
         "model_name_or_path": "my-org/my-1b", "dataset_name": "my-org/sums", "learning_rate": 1e-6,
         "num_generations": 8, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
-        "max_completion_length": 2048, "max_prompt_length": 512, "max_steps": 500, "temperature": 0.9, "top_p": 0.95,
+        "max_completion_length": 2048, "max_prompt_length": 512, "max_steps": 500, "num_train_epochs": 2,
+        "temperature": 0.9, "top_p": 0.95,
         "beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "use_peft": True, "lora_r": 16,
         "lora_alpha": 32, "bf16": True, "use_vllm": True, "vllm_mode": "colocate", "seed": 42, "report_to": "wandb",
         "reward_funcs": ["exact", "format"], "reward_weights": [1.0, 0.2], "output_dir": "out", "logging_steps": 10,
@@ -79,9 +80,8 @@ def test_a_grpo_configuration_of_verl_is_converted(tmp_path: Path):
     assert config.algorithm == GRPO(group_size=5, kl_coef=0.001, kl_estimator="k3", clip_high=0.28)
     assert (config.train.groups_per_step, config.train.updates_per_step, config.train.lr) == (1024, 4, 1e-6)
     assert (config.rollout.tensor_parallel, config.rollout.vllm_args) == (2, {"gpu_memory_utilization": 0.6})
-    assert (config.run.name, config.checkpoint.every, config.eval.every) == ("my-8b", 20, 5)
+    assert (config.run.name, config.checkpoint.every, config.eval.every, config.run.epochs) == ("my-8b", 20, 5, 15)
     assert "# look at: 16 GPUs: share them" in shown
-    assert "# look at: run.steps: 100 stands for epochs * rows / train.groups_per_step" in shown
     assert "# left out: data.filter_overlong_prompts: True: longer prompts are always dropped and counted" in shown
 
 
@@ -97,6 +97,7 @@ def test_arguments_of_trl_are_converted(tmp_path: Path):
     config, shown = converted(tmp_path, "grpo.json", TRL_GRPO)
     assert type(config.algorithm).__name__ == "DrGRPO" and config.algorithm.group_size == 8
     assert (config.train.groups_per_step, config.run.steps, config.model.dtype) == (8, 500, "bfloat16")
+    assert config.run.epochs == 0, "steps end a run of theirs, even where epochs are given"
     assert (config.train.lr_schedule, config.train.final_lr_fraction) == ("cosine", 0.0)
     assert (config.rollout.temperature, config.rollout.top_p, config.rollout.engine) == (0.9, 0.95, "vllm")
     assert [(spec.fn, spec.weight) for spec in config.reward.functions] == [("exact", 1.0), ("format", 0.2)]
@@ -181,7 +182,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str):
         ("rollout.repetition_penalty=1.1", "has no counterpart: the trainer could not compute the distribution"),
         ("train.early_stopping_patience=3", "is `checkpoint.early_stopping_patience` here (with keep_best"),
         ("run.push_to_hub=true", "has no counterpart: `rlsys export RUN --push ORG/NAME`"),
-        ("run.total_epochs=3", "verl's `trainer.total_epochs` is `run.steps` here"),
+        ("run.total_epochs=3", "verl's `trainer.total_epochs` is `run.epochs` here"),
         ("trainer.total_epochs=3", "it is a section of verl: `rlsys convert FILE` converts its configurations"),
         ("train.max_async_level=2", "prime-rl's `max_async_level` is `asynchrony.max_staleness` here"),
     ],

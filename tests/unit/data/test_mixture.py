@@ -20,7 +20,7 @@ def tasks(name: str, num: int) -> list[Task]:
 
 
 def mixture(sizes: dict[str, int], weights: dict[str, float], seed: int = 0) -> TaskMixture:
-    return TaskMixture({name: TaskSource(tasks(name, size), seed) for name, size in sizes.items()}, weights)
+    return TaskMixture({name: TaskSource(tasks(name, size), seed) for name, size in sizes.items()}, {0: weights})
 
 
 SIZES = {"a": 30, "b": 7, "c": 11}
@@ -82,15 +82,34 @@ def test_any_place_can_be_read_without_moving():
     assert [stream.at(cursor).id for cursor, _ in reversed(places)] == [each for _, each in reversed(places)]
 
 
+@settings(deadline=None, max_examples=60)
+@given(WEIGHTS, WEIGHTS, st.integers(1, 100), st.integers(0, 200), st.integers(1, 60))
+def test_weights_that_change_hold_from_their_task_on_over_resumes(
+    first: dict[str, float], later: dict[str, float], change: int, before: int, after: int
+):
+    def stream() -> TaskMixture:
+        sources = {name: TaskSource(tasks(name, size), 0) for name, size in SIZES.items()}
+        return TaskMixture(sources, {0: first, change: later})
+
+    whole = drawn(stream(), change + 150)
+    for weights, part in ((first, whole[:change]), (later, whole[change:])):
+        found, total = shares(part), sum(weights.values())
+        assert all(abs(found[name] - len(part) * weight / total) < len(SIZES) for name, weight in weights.items())
+    cut, resumed = stream(), stream()
+    begun = drawn(cut, before)
+    assert resumed.restore(cut.state()) == []
+    assert begun + drawn(resumed, after) == drawn(stream(), before + after)
+
+
 def test_a_source_that_is_added_begins_and_the_others_go_on():
     before = mixture({"a": 30, "b": 7}, {"a": 0.8, "b": 0.2})
     first = drawn(before, 10)
     after = mixture(SIZES, {"a": 0.4, "b": 0.1, "c": 0.5})
     notes = after.restore(before.state())
     assert notes == [
+        "the source c is new, and starts at its beginning (11 tasks)",
         "the source a has weight 0.4, before 0.8",
         "the source b has weight 0.1, before 0.2",
-        "the source c is new, and starts at its beginning (11 tasks)",
     ]
     more = drawn(after, 100)
     assert shares(more) == {"a": 40, "b": 10, "c": 50}, "it does not catch up with the others"

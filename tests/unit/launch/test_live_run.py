@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from rlsys.config import Config
 from rlsys.data.task_file import load_tasks
@@ -35,6 +36,16 @@ def test_rows_are_saved_once_and_read_back(config: Config):
     assert first.data == again.data and not first.data.shuffle, "the other keys of the section stay"
     assert [task.answer for task in load_tasks(first.data.path)] == ["5", "2"]
     assert given(config, data=ROWS[:1]).data.path != first.data.path
+
+
+def test_a_data_set_and_a_generator_are_rows_too(config: Config):
+    def generated():
+        yield from ROWS
+
+    listed = load_tasks(given(config, data=ROWS).data.path)
+    for rows in (Dataset.from_list(ROWS), generated()):
+        assert load_tasks(given(config, data=rows).data.path) == listed
+    assert list(given(config, eval_data=Dataset.from_list(ROWS)).eval.data) == ["data"]
 
 
 def test_a_function_is_called_with_what_it_asks_for(config: Config):

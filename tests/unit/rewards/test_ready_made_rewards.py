@@ -7,12 +7,15 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping
+from statistics import fmean
 
 import pytest
 
+from algorithms.dapo import DAPO
 from rlsys.errors import ConfigError
-from rlsys.rewards.reward_function import RewardFunction, RewardInput, results_of
+from rlsys.rewards.reward_function import RewardFunction, RewardInput, RewardSpec, RewardSum, results_of
 from rlsys.types import Json, Score, Task
+from tests.groups import episode, group
 
 HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None
 
@@ -73,6 +76,37 @@ def test_wrong_arguments_of_ready_made_functions_are_refused_before_running() ->
     assert "pattern '(' is no regular expression" in refusal("format", {"pattern": "("})
     assert "counts is 'most'; give first, last or any" in refusal("regex", {"pattern": ".", "counts": "most"})
     assert "no argument tolerance" in refusal("math", {"tolerance": 1})
+
+
+def test_overlong_replies_are_punished_softly() -> None:
+    judge = RewardFunction.load("overlong", {"max_tokens": 10, "overlong_tokens": 4}).function
+    assert [judge([7] * num) for num in (0, 6, 7, 9, 10, 99)] == [0, 0, -0.25, -0.75, -1, -1]
+
+
+def test_the_overlong_punishment_is_that_of_dapo() -> None:
+    shaped = RewardFunction.load("overlong", {"max_tokens": 10, "overlong_tokens": 4}).function
+    lengths = (1, 6, 7, 8, 10, 12)
+    scored = group(0, episodes=[episode(1.0, num_trained=num) for num in lengths])
+    assigned = DAPO(max_length=10, overlong_tokens=4, std_normalize=False).assign(scored)
+    rewards = [1.0 + float(str(shaped([7] * num))) for num in lengths]
+    assert [a.advantage for a in assigned] == pytest.approx([r - fmean(rewards) for r in rewards])
+
+
+def test_a_target_length_costs_its_distance() -> None:
+    judge = RewardFunction.load("target_length", {"tokens": 8}).function
+    assert [judge([7] * num) for num in (0, 6, 8, 12, 24)] == [-1, -0.25, 0, -0.5, -2]
+    assert "tokens: should be 1 or more" in refusal("target_length", {"tokens": 0})
+    assert "overlong_tokens: should be from 1 to max_tokens, 4 (got 5)" in refusal(
+        "overlong", {"max_tokens": 4, "overlong_tokens": 5}
+    )
+
+
+def test_shaping_is_a_part_of_the_reward_with_its_own_metric() -> None:
+    args: dict[str, Json] = {"max_tokens": 4, "overlong_tokens": 2}
+    specs = [RewardSpec("exact", "exact"), RewardSpec("overlong", "overlong", 0.5, args)]
+    task = Task(id="t", prompt="2+3?", answer="5")
+    (score,) = RewardSum(specs).score(task, [RewardInput("5", ids=(1, 2, 3))])
+    assert (score.value, score.parts) == (0.75, {"exact": 1.0, "overlong": -0.5})
 
 
 # -------------------------------------------------------------------------------------------------------- mathematics

@@ -26,6 +26,7 @@ from rlsys.rewards.reward_function import (
     total,
     weighted,
 )
+from rlsys.rewards.reward_registry import BUILTIN
 from rlsys.types import Episode, Json, Score, Task, Trajectory, Turn, VersionSpan
 
 TASK = Task(id="t1", prompt="Sort 312", answer="123", info={"level": "easy"})
@@ -383,7 +384,7 @@ def test_a_class_that_cannot_be_made_is_refused(load) -> None:
 def test_specs_that_name_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text("def first(): ...\ndef second(): ...\n")
     (tmp_path / "broken.py").write_text("x = (\n")
-    names = "exact, zero, regex, format, math, llm_judge, http, reasoning_gym, `module:name` or `path/file.py:name`"
+    names = f"{', '.join(BUILTIN)}, `module:name` or `path/file.py:name`"
     assert refusal("exakt") == f"reward 'exakt': did you mean `exact`? give {names}"
     assert refusal("zzz") == f"reward 'zzz': give {names}"
     module = "reward 'no_such_module:judge': cannot import no_such_module"

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlsys.config.chat_section import ChatSection
 from rlsys.errors import ConfigError, DataError
-from rlsys.types import ChatOptions, Message
+from rlsys.types import ChatOptions, Message, Task
 from workers.text.tokenizer import TextTokenizer
 
 GEMMA = """\
@@ -133,6 +133,13 @@ def test_a_system_message_of_the_configuration_opens_conversations_without_one()
     own = (Message(role="system", content="Be long."), *user("y"))
     assert codec.spell(codec.encode(user("y"))).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
     assert "brief" not in codec.spell(codec.encode(own))
+
+
+def test_a_system_message_of_a_task_replaces_that_of_the_configuration():
+    codec = TextTokenizer(chatml(), ChatSection(system="Be brief."))
+    task = Task(id="t", prompt="y", system="Be long.")
+    assert codec.spell(codec.opened(task)).startswith("<|im_start|>system\nBe long.<|im_end|>\n<|im_start|>user\ny")
+    assert "system" not in codec.spell(codec.opened(Task(id="t", prompt="y", system="")))
 
 
 def test_a_system_message_joins_the_first_message_where_the_template_knows_none():
