@@ -21,7 +21,7 @@ from rlsys.algorithm import (
     StepAdvantages,
     TrajectoryAdvantage,
 )
-from rlsys.types import Group
+from rlsys.types import Answers, Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,11 @@ class KTO(Algorithm):
         return (
             matched | {Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED} if self.has_step_statistics else matched
         )
+
+    @property
+    def answers(self) -> frozenset[Answers]:
+        """Both: the loss has no ratio against the sampler."""
+        return frozenset({"sampled", "recorded"})
 
     @property
     def max_safe_staleness(self) -> int | None:

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
 from rlsys.algorithm import Algorithm, LossInputs, LossOutput, TrajectoryAdvantage
-from rlsys.types import Group
+from rlsys.types import Answers, Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,12 @@ class SFT(Algorithm):
     reward_above: float | None = None
     """Train only on trajectories with a reward above this; a group without any is dropped as `no_signal`. None: on all,
     whatever their reward."""
+
+    @property
+    def answers(self) -> frozenset[Answers]:
+        """Both with `reward_above`; without it, sampled answers would teach the policy what it does already."""
+        origins: set[Answers] = {"recorded"} if self.reward_above is None else {"sampled", "recorded"}
+        return frozenset(origins)
 
     @property
     def max_safe_staleness(self) -> int | None:

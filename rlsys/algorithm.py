@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from rlsys.errors import ConfigError
-from rlsys.types import Group, PolicyVersion
+from rlsys.types import Answers, Group, PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,6 +164,11 @@ class Algorithm:
     def signals(self) -> frozenset[Signal]:
         """Extra columns that its methods read."""
         return frozenset()
+
+    @property
+    def answers(self) -> frozenset[Answers]:
+        """Origins of answers for which the loss is right. Importance ratios need answers that the policy sampled."""
+        return frozenset({"sampled"})
 
     @property
     def max_safe_staleness(self) -> int | None:

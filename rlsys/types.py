@@ -48,6 +48,10 @@ Prompt: TypeAlias = "str | tuple[Message, ...]"
 tokenized unchanged otherwise."""
 
 
+Answers: TypeAlias = Literal["sampled", "recorded"]
+"""Origin of the tokens that are trained: sampled by the policy, or read from the data."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """Input of a chat template besides the messages."""

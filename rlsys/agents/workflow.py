@@ -25,7 +25,7 @@ from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
 from rlsys.agents.session import Budget, Session
 from rlsys.errors import DataError, RlsysError, ToolError, WorkflowError, first_of
-from rlsys.types import POLICY, Distribution, Episode, Task, Trajectory, failed
+from rlsys.types import POLICY, Answers, Distribution, Episode, Task, Trajectory, failed
 
 __all__ = [
     "Agent",
@@ -48,6 +48,8 @@ class Workflow(Budget):
     A subclass with new fields is also a frozen keyword-only dataclass; a subclass without them needs no decorator.
     """
 
+    answers: ClassVar[Answers] = "sampled"
+    """Origin of the answers; an algorithm has to be made for it, see `Algorithm.answers`."""
     opens_with_prompt: ClassVar[bool] = False
     """True if the first prompt of an agent is that of the task. Then the prompts are checked before a run starts."""
 

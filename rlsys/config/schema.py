@@ -6,7 +6,7 @@ algorithm belong to the algorithm. Imports neither torch nor ray.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -53,7 +53,7 @@ from rlsys.config.sections import (
 from rlsys.data.row_adapters import Columns
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.stabilizer import StabilizerPlugin
-from rlsys.types import Distribution, Sampling
+from rlsys.types import Answers, Distribution, Sampling
 
 
 def _resume(value: str) -> str:
@@ -66,6 +66,12 @@ def _resume(value: str) -> str:
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Tolerance by the type that engines compute in. Rounding of two correct implementations is 1e-5 and 0.04."""
+_WRONG_ORIGIN: Mapping[Answers, str] = {
+    "recorded": "its answers are recorded, and {} needs answers that the policy sampled: its loss compares with the "
+    "sampler's probabilities; set algorithm.type to kto or sft",
+    "sampled": "its answers are sampled, and {} would teach the policy what it does already: set "
+    "algorithm.reward_above to train on the best, or take the workflow demonstrations or offline",
+}
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -505,7 +511,7 @@ class Config(Section):
     """`type` (the name of an installed algorithm, or `module:Name` of yours; default grpo) and its keys."""
     stabilizer: StabilizerSection | None = Field(default_factory=lambda: STABILIZERS.read({}))
     """`type` (the name of an installed stabilizer, or `module:Name` of yours; default gac) and its keys; null: none."""
-    rollout: RolloutSection = RolloutSection()
+    rollout: RolloutSection = Field(default=RolloutSection(), validate_default=True)
     reward: RewardSection = RewardSection()
     train: TrainSection = Field(default=TrainSection(), validate_default=True)
     asynchrony: AsynchronySection = AsynchronySection()
@@ -693,6 +699,9 @@ class Config(Section):
         if rollout.resident_versions is not None and not is_beside:
             text = f"needs weight_change beside: with {change} a replica keeps one version at a time"
             problems.append((("resident_versions",), text))
+        algorithm, workflow = info.data.get("algorithm"), rollout.workflow
+        if algorithm is not None and workflow.answers not in algorithm.answers:
+            problems.append((("workflow",), _WRONG_ORIGIN[workflow.answers].format(type(algorithm).__name__)))
         refuse(problems)
         return rollout
 

@@ -28,6 +28,7 @@ class Offline(Workflow):
 
     has_labels: ClassVar[bool] = True
 
+    answers = "recorded"
     opens_with_prompt = True
 
     async def run(self, session: Session) -> None:

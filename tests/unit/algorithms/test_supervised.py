@@ -11,6 +11,7 @@ from algorithms.distill import Distill
 from algorithms.sft import SFT
 from rlsys.algorithm import Signal
 from rlsys.config import Config
+from rlsys.errors import ConfigError
 from rlsys.types import OK, EpisodeMeta, TrajectoryMeta
 from tests.groups import group
 from tests.tokens import F64, column, tokens
@@ -81,7 +82,7 @@ def test_the_loss_reports_the_reverse_kl():
     ("keys", "functions"),
     [
         (["algorithm.type=distill"], ["zero"]),
-        (["algorithm.type=sft"], ["zero"]),
+        (["algorithm.type=sft", "rollout.workflow=demonstrations"], ["zero"]),
         (["algorithm={type: sft, reward_above: 0.5}"], ["exact"]),
         (["algorithm.type=distill", "reward.fn=math"], ["math"]),
         ([], ["exact"]),
@@ -90,6 +91,32 @@ def test_the_loss_reports_the_reverse_kl():
 def test_rewards_are_optional_where_they_change_nothing(keys: list[str], functions: list[str]):
     config = Config.load([], ["run.steps=1", "model.path=m", "data.path=d", "stabilizer=null", *keys])
     assert [spec.fn for spec in config.reward_functions] == functions
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["algorithm.type=sft"], "its answers are sampled, and SFT would teach the policy what it does already"),
+        (
+            ["algorithm.type=ppo", "rollout.workflow=offline"],
+            "its answers are recorded, and PPO needs answers that",
+        ),
+        (
+            ["rollout.workflow=demonstrations"],
+            "its answers are recorded, and GRPO needs answers that",
+        ),
+        (["algorithm.type=distill", "rollout.workflow=offline"], "its answers are recorded, and Distill needs"),
+    ],
+)
+def test_answers_of_an_origin_that_the_loss_is_not_for_are_refused(keys: list[str], words: str):
+    with pytest.raises(ConfigError, match=rf"rollout\.workflow: {words}"):
+        Config.load([], ["run.steps=1", "model.path=m", "data.path=d", "stabilizer=null", *keys])
+
+
+@pytest.mark.parametrize("algorithm", ["kto", "sft", "{type: sft, reward_above: 0.5}"])
+def test_losses_without_a_ratio_take_recorded_answers(algorithm: str):
+    keys = [f"algorithm={algorithm}", "rollout.workflow=offline"]
+    assert Config.load([], ["run.steps=1", "model.path=m", "data.path=d", "stabilizer=null", *keys])
 
 
 def test_a_teacher_runs_as_a_worker_of_its_own_beside_an_adapter():

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from algorithms.dapo import DAPO
 from algorithms.grpo import GRPO
+from algorithms.kto import KTO
 from rlsys.agents.workflow import SingleTurn, Workflow
 from rlsys.agents.workflows.offline import Offline
 from rlsys.algorithm import Algorithm, Signal
@@ -342,9 +342,9 @@ def test_changing_the_type_drops_the_keys_of_the_old_one(tmp_path: Path):
 
 
 def test_a_plugin_may_be_named_without_a_section(tmp_path: Path):
-    path = write(tmp_path, MINIMAL + "algorithm: dapo\nrollout: {workflow: offline}\n")
+    path = write(tmp_path, MINIMAL + "algorithm: kto\nrollout: {workflow: offline}\n")
     config = Config.load(path, ["rollout.workflow.max_turns=3", "algorithm.group_size=4"])
-    assert (config.algorithm, config.rollout.workflow) == (DAPO(group_size=4), Offline(max_turns=3))
+    assert (config.algorithm, config.rollout.workflow) == (KTO(group_size=4), Offline(max_turns=3))
     assert Config.load(path, ["rollout.workflow.max_turns=3", "rollout.workflow=single_turn"]).rollout == (
         RolloutSection(workflow=SingleTurn())
     )

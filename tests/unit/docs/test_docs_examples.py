@@ -37,7 +37,8 @@ def configured(**sections: Any) -> Config:
 
 
 def algorithm_of(name: str) -> Algorithm:
-    return configured(algorithm={"type": name}).algorithm
+    workflow = "demonstrations" if name == "sft" else "single_turn"
+    return configured(algorithm={"type": name}, rollout={"workflow": workflow}).algorithm
 
 
 def test_every_installed_algorithm_has_a_row() -> None:
