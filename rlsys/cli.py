@@ -59,7 +59,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON 
 def train(
     job: Job,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Look up model, data and rewards; print what the job needs.")
+        bool, typer.Option("--dry-run", help="Check model, data and rewards; print what the job needs.")
     ] = False,
     gpus: Gpus = None,
     gpu_memory: GpuMemory = None,
@@ -79,11 +79,12 @@ def train(
 
     config = launch.with_steps(config)
     launch.look_up(config)
+    rewards = launch.try_rewards(config)
     resources = plan_of(config)
     memory = launch.memory_plan(config, gpus=gpus, gpu_memory=gpu_memory) if launch.has_folders(config) else None
     found = {"config": config.model_dump(mode="json"), "plan": asdict(resources), "memory": memory and memory.as_json()}
     unknown = "memory: not planned, because no folder here has the model's config.json; `rlsys plan` fetches it"
-    lines = [*resources.lines(), *(memory.lines() if memory else [unknown])]
+    lines = [*resources.lines(), *(tried.line() for tried in rewards), *(memory.lines() if memory else [unknown])]
     _echo(found, [config.to_yaml(), *(f"# {line}" for line in lines)], as_json=as_json)
     if memory:
         memory.check()

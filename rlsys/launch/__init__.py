@@ -10,6 +10,7 @@ from rlsys.launch.live_run import Run, start, train
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, replay, replay_step
 from rlsys.launch.policy_serving import serve
 from rlsys.launch.preflight import look_up, with_steps
+from rlsys.launch.reward_trial import try_rewards
 from rlsys.launch.train_run import TrainResult
 from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
 
@@ -31,6 +32,7 @@ __all__ = [
     "serve",
     "start",
     "train",
+    "try_rewards",
     "try_workflow",
     "with_steps",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import rlsys
+from benchmarks.measure import rows_of
 from examples.tiny_policy import build_tokenizer
 from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of
@@ -42,3 +44,13 @@ def test_functions_and_a_model_make_one_reward(cluster, model_path, data_path, c
         for episode, parts in zip(record.episodes, record.parts, strict=True):
             value = 2 * parts["digits"] + parts["any"] + 0.5 * parts["model"]
             assert episode.trajectories[0].reward == pytest.approx(value)
+
+
+def test_groups_are_shared_among_the_replicas_of_a_reward_model(cluster, model_path, data_path, classifier, tmp_path):
+    """Each worker has a copy of the model, and the least busy one gets the next group."""
+    overrides = [f"reward.model={{path: {classifier}, num_cpus: 0}}", "reward.fn=", "reward.workers=2", "run.steps=3"]
+    rlsys.train(config_of(model_path, data_path, tmp_path, overrides), progress=False)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    scored = Counter(event["worker"] for event in events if event.get("activity") == "scoring")
+    assert scored.keys() == {"reward-0", "reward-1"} and min(scored.values()) >= 1
+    assert all("reward/by/model" in row for row in rows_of(tmp_path / "run" / "metrics.jsonl"))

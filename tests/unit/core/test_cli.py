@@ -196,6 +196,7 @@ def test_a_local_path_without_run_or_model_is_refused(tmp_path: Path, target: st
 
 def test_a_dry_run_prints_configuration_with_plan_comments(job: str, tmp_path: Path):
     done = CliRunner().invoke(app, ["train", job, "--dry-run"])
+    assert re.search(r"# reward of the reply '5' to task '\w+': 1.0, exact 1\n", done.stdout)
     assert "# 32 groups in the pipe at most, so no token is more than 0 steps stale" in done.stdout
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(done.stdout)
