@@ -27,6 +27,13 @@ def is_gone(pid: int) -> bool:
         os.close(descriptor)
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def is_reset(client: socket.socket) -> bool:
     """Does the other side break the connection within twenty seconds, though this one reads nothing?"""
     poll = select.poll()

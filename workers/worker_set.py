@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rlsys.algorithm import REFERENCE_SIGNALS, Signal
+from rlsys.config.server_section import ServerSection
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
 from rlsys.types import POLICY
-from workers.engines.engine import EngineChoice, EngineSpec, weight_bytes
+from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
 from workers.ray.pool import Pool, PoolSpec
-from workers.ray.remote_proxy import Remote, start, successor_name
+from workers.ray.remote_proxy import Remote, place_of, start, successor_name
 from workers.relay.relay_pool import RayRelays
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.rollout.generator import WeightChange
@@ -322,8 +323,12 @@ def _replicas(
     )
     routes = {name: of_policy.route for name, of_policy in relays.items()}
 
+    first = rollout.replicas if evaluates and relays else 0  # the servers of evaluation come last
+
     def one(name: str) -> Remote[RolloutWorker]:
-        build = partial(RolloutWorker.of, name, spec, routes, partials)
+        place = first + place_of(name)
+        own = {policy: each.at(place) for policy, each in generators.items()}
+        build = partial(RolloutWorker.of, name, replace(spec, generators=own), routes, partials)
         return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
     return PoolSpec(section.replicas, one, limits.lease_s, limits.silence_s, limits.max_attempts)
@@ -345,8 +350,12 @@ def _generator_spec(
         lora=None if pulls == "never" else config.train.lora,
         records_routing=is_trained and config.train.routing_replay,
     )
+    servers: tuple[ServerSpec, ...] = ()
+    if isinstance(section := rollout.engine, ServerSection):
+        how = {"api_key_env": section.api_key_env, "folder": section.folder, "takes_weights": pulls != "never"}
+        servers = tuple(ServerSpec(url=url, **how) for url in section.urls)
     change = WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance)
-    return GeneratorSpec(engine=engine, change=change, pulls=pulls)
+    return GeneratorSpec(engine=engine, change=change, pulls=pulls, servers=servers)
 
 
 def start_rewards(config: Config) -> RewardPool:

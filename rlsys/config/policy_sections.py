@@ -11,12 +11,13 @@ from rlsys.algorithm import Algorithm
 from rlsys.config.config_problems import Problem, problems_in
 from rlsys.config.plugins import ALGORITHMS, STABILIZERS
 from rlsys.config.sections import EvalSection, Section
+from rlsys.config.server_section import ServerSection
 from rlsys.stabilizer import StabilizerPlugin
 
 if TYPE_CHECKING:
     from rlsys.config.schema import Config
 
-OWN = ("model", "algorithm", "stabilizer", "train", "critic", "reference")
+OWN = ("model", "algorithm", "stabilizer", "rollout", "train", "critic", "reference")
 """Sections whose keys a policy may override."""
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 """Name of a policy, also of its folder in `RUN/policies`."""
@@ -36,6 +37,8 @@ class PolicySection(Section):
     """Keys of `algorithm` that differ; with another `type`, all of its keys. `group_size` is the same for all."""
     stabilizer: Differences | None = Field(default={})
     """Keys of `stabilizer` that differ; null: none."""
+    rollout: Differences = Field(default={})
+    """Another `engine`, `{engine: {type: vllm_server, urls: [...]}}`: servers of its own. No other key of `rollout`."""
     train: Differences = Field(default={})
     """Keys of `train` that differ, such as `lr` or `groups_per_step`."""
     critic: Differences = Field(default={})
@@ -58,15 +61,21 @@ def problems_of(
 ) -> Iterator[Problem]:
     """Problems of the policies in a run whose other `sections` are valid."""
     trained: dict[str, Algorithm] = {}
+    owners: dict[str, str] = {}
     for name, policy in policies.items():
+        for key in sorted(policy.rollout.keys() - {"engine"}):
+            yield (name, "rollout", key), "the policies share their replicas: only `engine` can differ"
         try:
             whole = config.model_validate(policy.over(sections))
         except ValidationError as error:
             yield from (((name, *location), text) for location, text in problems_in(error))
             continue
+        for url in whole.rollout.engine.urls if isinstance(whole.rollout.engine, ServerSection) else ():
+            if (owner := owners.setdefault(url, name)) != name:
+                yield (name, "rollout"), f"{url} samples for {owner}: give {name} servers of its own"
         if policy.is_frozen:
-            for key in sorted(policy.model_fields_set - {"is_frozen", "model"}):
-                yield (name, key), "a frozen policy is not trained: only its model can be set"
+            for key in sorted(policy.model_fields_set - {"is_frozen", "model", "rollout"}):
+                yield (name, key), "a frozen policy is not trained: only its model and its engine can be set"
         else:
             trained[name] = whole.algorithm
     if policies:

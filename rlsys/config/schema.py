@@ -13,12 +13,14 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
+    Discriminator,
     Field,
     JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -27,7 +29,7 @@ from pydantic_core import PydanticCustomError
 
 from rlsys.algorithm import REFERENCE_SIGNALS, Algorithm, Signal, version_after
 from rlsys.config.chat_section import ChatSection
-from rlsys.config.config_problems import Problem, nearest, nested, refuse, shown
+from rlsys.config.config_problems import Problem, nearest, nested, refuse, shown, union_tag
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.plugins import (
@@ -50,6 +52,7 @@ from rlsys.config.sections import (
     Thresholds,
     dataset_name,
 )
+from rlsys.config.server_section import ServerSection
 from rlsys.data.row_adapters import Columns
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.stabilizer import StabilizerPlugin
@@ -71,6 +74,10 @@ _WRONG_ORIGIN: Mapping[Answers, str] = {
     "sampler's probabilities; set algorithm.type to kto or sft",
     "sampled": "its answers are sampled, and {} would teach the policy what it does already: set "
     "algorithm.reward_above to train on the best, or take the workflow demonstrations or offline",
+}
+_OF_THE_SERVER = {
+    "vllm_args": "these are arguments of the server: give them to it",
+    "num_gpus": "the server has the GPUs: set 0",
 }
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
@@ -202,13 +209,20 @@ class DataSection(Section):
         return {step: {source.name: source.weight_at(step) for source in self.sources} for step in sorted(steps)}
 
 
+_NAME, _SERVER = union_tag("name"), union_tag("server")
+EngineKey = Annotated[
+    Annotated[Literal["auto", "local", "vllm"], Tag(_NAME)] | Annotated[ServerSection, Tag(_SERVER)],
+    Discriminator(lambda value: _SERVER if isinstance(value, dict | ServerSection) else _NAME),
+]
+
+
 class RolloutSection(Section):
     """Workers that generate rollouts."""
 
-    engine: Literal["auto", "local", "vllm"] = "auto"
+    engine: EngineKey = "auto"
     """Inference engine. vllm: vLLM, in the replica's own process. local: continuous batching over the Hugging Face
     model. auto: vLLM if it is installed and pays off (on a GPU, or for a model of 50 million parameters), else local;
-    the run reports the choice and the reason."""
+    the run reports the choice and the reason. `{type: vllm_server, urls: [...]}`: vLLM servers that run already."""
     replicas: PositiveInt = 1
     """Copies of the policy that generate in parallel."""
     tensor_parallel: PositiveInt = 1
@@ -690,6 +704,8 @@ class Config(Section):
         is_beside, problems = change == "beside", []
         if shards > 1 and rollout.engine == "local":
             problems.append((("tensor_parallel",), f"{shards} needs the engine vllm: local has no shards"))
+        if shards > 1 and isinstance(rollout.engine, ServerSection):
+            problems.append((("tensor_parallel",), "shards are an argument of the server: set 1"))
         longest = info.data["data"].max_prompt_tokens if "data" in info.data else 0
         if rollout.max_context_tokens is not None and rollout.max_context_tokens <= longest:
             text = f"should be more than data.max_prompt_tokens ({longest}): a reply comes after the prompt"
@@ -699,6 +715,16 @@ class Config(Section):
         if rollout.resident_versions is not None and not is_beside:
             text = f"needs weight_change beside: with {change} a replica keeps one version at a time"
             problems.append((("resident_versions",), text))
+        if isinstance(rollout.engine, ServerSection):
+            problems += [((key,), text) for key, text in _OF_THE_SERVER.items() if getattr(rollout, key)]
+            if is_beside:
+                problems.append((("weight_change",), "a server keeps one set of weights: set between or inflight"))
+            if change == "inflight" and rollout.kv_cache == "keep":
+                text = "a server computes keys and values of running requests again: set this to recompute"
+                problems.append((("kv_cache",), text))
+            if len(rollout.engine.urls) < rollout.replicas:
+                text = f"{len(rollout.engine.urls)} servers for {rollout.replicas} replicas: each needs its own"
+                problems.append((("engine", "urls"), text))
         algorithm, workflow = info.data.get("algorithm"), rollout.workflow
         if algorithm is not None and workflow.answers not in algorithm.answers:
             problems.append((("workflow",), _WRONG_ORIGIN[workflow.answers].format(type(algorithm).__name__)))
@@ -723,6 +749,10 @@ class Config(Section):
     @classmethod
     def _has_what_it_replays(cls, train: TrainSection, info: ValidationInfo) -> TrainSection:
         rollout = info.data.get("rollout")
+        if rollout is not None and isinstance(rollout.engine, ServerSection):
+            text = "a vLLM server takes whole weights, and tells nothing about experts: set this to "
+            problems = [((key,), text + off) for key, off in (("lora", "null"), ("routing_replay", "false"))]
+            refuse(problem for problem in problems if getattr(train, str(problem[0][0])))
         if rollout is None or not train.routing_replay or rollout.num_gpus:
             return train
         if rollout.engine == "vllm" or rollout.tensor_parallel > 1:
@@ -737,6 +767,18 @@ class Config(Section):
         if algorithm is not None:
             refuse(curation.problems(algorithm, asynchrony and asynchrony.max_staleness))
         return curation
+
+    @field_validator("eval")
+    @classmethod
+    def _has_servers(cls, evaluation: EvalSection, info: ValidationInfo) -> EvalSection:
+        rollout = info.data.get("rollout")
+        if rollout is None or not evaluation.every or not isinstance(rollout.engine, ServerSection):
+            return evaluation
+        count, needed = len(rollout.engine.urls), rollout.replicas + evaluation.replicas
+        if count < needed:
+            text = f"each replica needs its own server: give {needed} in rollout.engine.urls, not {count}"
+            raise nested([(("replicas",), text)])
+        return evaluation
 
     @field_validator("checkpoint")
     @classmethod

@@ -25,6 +25,7 @@ from rlsys.config.memory_plan import (
 )
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.server_section import ServerSection
 
 if TYPE_CHECKING:
     from workers.train.memory_counts import CountedModel
@@ -156,6 +157,9 @@ class PlannedWorkers:
         """Replicas that sample for training and for evaluation."""
         config = self._config
         own = [config.of(name) for name in config.policies] or [config]
+        own = [one for one in own if engine_of(one) != "vllm_server"]  # which has memory elsewhere
+        if not own:
+            return ()
         memories = [self._generator(one, settings, len(own)) for one in own]
         memory = sum(memories[1:], memories[0])
         one = replace(
@@ -246,9 +250,11 @@ class PlannedWorkers:
         return self._forwards[key]
 
 
-def engine_of(config: Config) -> Literal["local", "vllm"]:
+def engine_of(config: Config) -> Literal["local", "vllm", "vllm_server"]:
     """Engine to plan for: where the configuration leaves it open, vLLM on GPUs and `local` on CPUs."""
     rollout = config.rollout
+    if isinstance(rollout.engine, ServerSection):
+        return rollout.engine.type
     if rollout.engine != "auto":
         return rollout.engine
     fits_vllm = config.resident_versions == 1 or config.train.lora is not None

@@ -13,6 +13,7 @@ from rlsys.errors import ModelError
 from rlsys.replay.rollout_log import read_rollouts
 from tests.jobs import config_of
 from tests.models import tiny_sorter
+from tests.vllm_servers import vllm_server
 
 
 @pytest.fixture
@@ -59,3 +60,25 @@ def test_sampler_and_trainer_logprobs_match_after_inflight_weight_changes(cluste
         for span in episode.trajectories[0].turns[0].versions
     }
     assert len(versions) > 1
+
+
+def test_a_server_that_runs_elsewhere_is_trained_with_and_its_weights_are_verified(
+    cluster, vllm_model, data_path, tmp_path
+):
+    with vllm_server(vllm_model, context=64) as url:
+        overrides = [
+            f"rollout.engine={{type: vllm_server, urls: ['{url}']}}",
+            "rollout.weight_change=inflight",
+            "rollout.kv_cache=recompute",
+            "asynchrony.max_staleness=2",
+            "checkpoint.every=0",
+        ]
+        result = rlsys.train(config_of(vllm_model, data_path, tmp_path, overrides), progress=False)
+        assert result.steps == 4
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [e["engine"] for e in events if e["kind"] == "engine_chosen"] == ["vllm_server"]
+    assert not [e for e in events if e["kind"] == "worker_failed"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["async/staleness_max"] for row in rows) <= 2 and rows[-1]["async/dropped"] == 0
+    assert max(row.get("sampler/s0/logp_diff_max", 0.0) for row in rows) < 1e-4
+    assert any("sampler/s0/logp_diff_max" in row for row in rows)

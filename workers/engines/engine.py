@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rlsys.config import Config
 
-EngineName: TypeAlias = Literal["local", "vllm"]
+EngineName: TypeAlias = Literal["local", "vllm", "vllm_server"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,26 @@ def spans_of(versions: Sequence[PolicyVersion]) -> tuple[VersionSpan, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """A vLLM server that runs already."""
+
+    url: str
+    """Without a `/` at its end."""
+    api_key_env: str | None = None
+    """Environment variable with its key."""
+    folder: str = "/dev/shm"
+    """Folder for new weights, which this machine and the server share."""
+    takes_weights: bool = True
+    """False: it keeps those of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Arguments of an engine; the keys of `rollout` in the configuration."""
 
-    engine: Literal["auto", "local", "vllm"] = "auto"
+    engine: Literal["auto", "local", "vllm", "vllm_server"] = "auto"
+    server: ServerSpec | None = None
+    """The server of `vllm_server`."""
     model_path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     slots: int
@@ -131,7 +147,7 @@ class EngineSpec:
         """An engine for the model of a configuration, with one set of weights."""
         rollout, limits = config.rollout, config.limits
         return cls(
-            engine=rollout.engine,
+            engine=rollout.engine if isinstance(rollout.engine, str) else rollout.engine.type,
             model_path=config.model.path,
             dtype=config.model.dtype,
             slots=rollout.slots,

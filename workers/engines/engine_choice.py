@@ -16,6 +16,7 @@ from workers.train.model_support import check_context
 
 if TYPE_CHECKING:
     from workers.engines.engine import Engine
+    from workers.engines.vllm_server import VllmServerEngine
 
 WORTH_PARAMETERS = 50_000_000
 """Smallest model for which vLLM is chosen on a CPU. Measured at two sizes (`docs/measurements.md`): `local` is faster
@@ -60,6 +61,15 @@ def choose(
     return EngineChoice("vllm", reason)
 
 
+async def _started(engine: VllmServerEngine) -> None:
+    """Look at the server; close the connection to one that does not fit."""
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+
+
 async def start_engine(
     spec: EngineSpec,
     name: EngineName,
@@ -85,6 +95,12 @@ async def start_engine(
         from workers.engines.vllm import VllmEngine
 
         engine = VllmEngine(spec, stop_token_ids=stop_token_ids, decode=decode, device=device, name=worker)
+    elif name == "vllm_server":
+        from workers.engines.vllm_server import VllmServerEngine
+
+        assert spec.server is not None
+        engine = VllmServerEngine(spec, spec.server, stop_token_ids=stop_token_ids, decode=decode, name=worker)
+        await _started(engine)
     else:
         from workers.engines.local import LocalEngine
 

@@ -317,6 +317,11 @@ def successor_name(name: str, num_before: int) -> str:
     return f"{name}.{num_before}" if num_before else name
 
 
+def place_of(name: str) -> int:
+    """Index of a worker's place in its pool: 2 for `rollout-2`, and for `rollout-2.1`, which succeeds it."""
+    return int(name.rpartition("-")[2].partition(".")[0])
+
+
 async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | None = None) -> T:
     """Await the value of a reference.
 

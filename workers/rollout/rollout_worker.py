@@ -6,17 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from rlsys.agents.workflow import Workflow, play_or_fail
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.config.chat_section import ChatSection
 from rlsys.contracts import Busy, RolledOut
-from rlsys.errors import first_of
+from rlsys.errors import ConfigError, first_of
 from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling
 from rlsys.util.deadlines import remote
-from workers.engines.engine import EngineChoice, EngineSpec
+from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import Remote, answer_in_chunks
 from workers.rollout.generator import REPLACEABLE, Generator, WeightChange
@@ -35,6 +35,18 @@ class GeneratorSpec:
     pulls: Literal["newest", "pinned", "never"]
     """Weights that the replica pulls from its relay: the newest, exactly the pinned version (evaluation), or none. With
     `never`, the weights of `model_path` stay loaded (a frozen policy, `rlsys eval`)."""
+    servers: tuple[ServerSpec, ...] = ()
+    """Servers of the engine `vllm_server`, by the replica's place."""
+
+    def at(self, place: int) -> Self:
+        """Specification for the replica at a place. Raises `ConfigError` if there is no server for it."""
+        if not self.servers:
+            return self
+        if place >= len(self.servers):
+            raise ConfigError(
+                f"rollout.engine.urls: {len(self.servers)} servers are too few: each replica needs its own"
+            )
+        return replace(self, engine=replace(self.engine, server=self.servers[place]), servers=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
