@@ -12,8 +12,9 @@ Here "the KL" is that of the next token, at the sampled prefixes, summed over th
 a token also decides which prefixes follow. The gradient of the whole sequence's KL needs the KL in the reward, k1 of
 every token (`rewards_to_go`), which credits a token with the KL of all later tokens.
 
-x is clamped to ±20 and the value of k3 to 10, as is usual, so that a token with a tiny reference probability does not
-dominate the loss. Where the clamp acts, k3 has no gradient, and k2 and k3+ have one of x, at most 20.
+Two values are capped, so that a token with a tiny reference probability does not dominate: k1 at ±20 nats, which only
+rewards use, and k3 at 10. Where that cap acts, k3 has no gradient. k2 is not capped: its gradient, which k3+ shares, is
+x however large x is, so that a policy that is far from the reference is still pulled back.
 
 All of this holds for tokens sampled from the policy. Other tokens also need their importance weight: with rho = p / mu,
 the mean of rho x ∇log p over mu is that of x ∇log p over the policy. Shape suffix: `N` trained tokens.
@@ -43,13 +44,11 @@ def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: 
     x_N = log_ratio(logprobs_N, reference_logprobs_N)
     if estimator == "k1":
         return x_N
+    k2_N = (logprobs_N - reference_logprobs_N).square() / 2
     if estimator == "k2":
-        return x_N.square() / 2
+        return k2_N
     k3_N = ((-x_N).expm1() + x_N).clamp(max=MAX_K3)
-    if estimator == "k3":
-        return k3_N
-    k2_N = x_N.square() / 2
-    return k2_N + (k3_N - k2_N).detach()
+    return k3_N if estimator == "k3" else k2_N + (k3_N - k2_N).detach()
 
 
 def kl_term(kl_coef: float, estimator: Estimator, policies: Policies) -> LossOutput:

@@ -42,13 +42,14 @@ class KTO(Algorithm):
         desirable      desirable_weight   (1 - sigmoid(beta (r - z0)))
         undesirable    undesirable_weight (1 - sigmoid(beta (z0 - r)))
 
-    averaged over samples. z0 estimates KL(pi || ref): the mean of r over the samples of a step, each after the prompt
-    of another task, at least 0, and without gradient. It is 0 where all tasks of a step have the same prompt.
+    averaged over trajectories. The samples of a trajectory share its weight equally: it has one label and one weight,
+    as in ToolSelf (arXiv:2602.07883), whatever the number of its stages. z0 estimates KL(pi || ref): the mean of r over
+    the samples of a step, each after the prompt of another task, at least 0, and without gradient. It is 0 where all
+    tasks of a step have the same prompt.
 
     Labels come from single rewards, without comparison within a group, so a group of equal rewards trains as well. A
-    trajectory without a reward takes its episode's, that of the root. All turns of all agents then share one label, as
-    in ToolSelf (arXiv:2602.07883). Tool results are not trained and do not count in r. Turns of frozen agents do not
-    count in the balance either.
+    trajectory without a reward takes its episode's, that of the root. All turns of all agents then share one label.
+    Tool results are not trained and do not count in r. Turns of frozen agents do not count in the balance either.
     """
 
     group_size: PositiveInt = 8
@@ -65,8 +66,8 @@ class KTO(Algorithm):
     """Weight of undesirable samples (lambda_U)."""
     balance: bool = True
     """Lower the weight of the heavier label in a step, then rescale both labels to the original total. All desirable
-    samples then weigh 1 to 4/3 times as much as all undesirable ones (section 4.2). So one success among many failures
-    changes their shares, not the size of the step. With one label only, nothing changes."""
+    trajectories then weigh 1 to 4/3 times as much as all undesirable ones (section 4.2). So one success among many
+    failures changes their shares, not the size of the step. With one label only, nothing changes."""
     full_length: PositiveInt | None = 512
     """Trained tokens up to which r is a sum. For a longer sample it is the mean times this, in z0 too: sums over
     thousands of tokens saturate the sigmoid. 1: the mean; null: the sum, as in the paper."""
@@ -121,9 +122,17 @@ class KTO(Algorithm):
                 yield TrajectoryAdvantage(e, t, self.desirable_weight if is_desirable else -self.undesirable_weight)
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
-        """Balance the weights, and report the share of desirable samples."""
+        """Share each trajectory's weight among its samples, balance the labels, and report the share of desirable
+        trajectories."""
         assigned = [self.assign(group) for group in groups]
-        num_desirable, num_undesirable = _counted(groups, assigned)
+        counts = [[_num_samples(group, a) for a in own] for group, own in zip(groups, assigned, strict=True)]
+        is_desirable = [
+            a.advantage > 0
+            for own, nums in zip(assigned, counts, strict=True)
+            for a, num in zip(own, nums, strict=True)
+            if num
+        ]
+        num_desirable, num_undesirable = sum(is_desirable), len(is_desirable) - sum(is_desirable)
         num = num_desirable + num_undesirable
         metrics = {"kto/desirable_frac": num_desirable / num} if num else {}
         if self.balance and num_desirable and num_undesirable:
@@ -134,7 +143,13 @@ class KTO(Algorithm):
             assigned = [
                 tuple(_scaled(a, back * scales[0], back * scales[1]) for a in of_group) for of_group in assigned
             ]
-        return StepAdvantages(tuple(assigned), metrics)
+        # The framework averages over samples. Together, those of a step weigh as much as before.
+        share = sum(map(sum, counts)) / (num or 1)
+        shared = (
+            tuple(_scaled(a, share / (num or 1), share / (num or 1)) for a, num in zip(own, nums, strict=True))
+            for own, nums in zip(assigned, counts, strict=True)
+        )
+        return StepAdvantages(tuple(shared), metrics)
 
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """Compute `z0`, in nats, and the mean of beta r over desirable and over undesirable samples, where there are
@@ -197,15 +212,10 @@ def _spread(values_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Tensor:
     return values_S.repeat_interleave(lengths_S, output_size=num_tokens)
 
 
-def _counted(groups: Sequence[Group], assigned: Sequence[Sequence[TrajectoryAdvantage]]) -> tuple[int, int]:
-    is_desirable = [
-        a.advantage > 0
-        for group, of_group in zip(groups, assigned, strict=True)
-        for a in of_group
-        for sample in group.episodes[a.episode].trajectories[a.trajectory].samples
-        if sample.num_trained
-    ]
-    return sum(is_desirable), len(is_desirable) - sum(is_desirable)
+def _num_samples(group: Group, assigned: TrajectoryAdvantage) -> int:
+    """Number of samples of a trajectory that are trained."""
+    samples = group.episodes[assigned.episode].trajectories[assigned.trajectory].samples
+    return sum(sample.num_trained > 0 for sample in samples)
 
 
 def _scaled(assigned: TrajectoryAdvantage, desirable: float, undesirable: float) -> TrajectoryAdvantage:

@@ -95,6 +95,14 @@ def test_k3_in_single_precision_is_accurate_and_never_negative() -> None:
     assert ((found - exact).abs() <= 1e-7 * x.abs()).all(), "exp(-x) + x - 1 would be off by 1e-7 whatever x"
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3+"])
+@pytest.mark.parametrize("distance", [-300.0, -25.0, 25.0, 300.0])
+def test_a_policy_far_from_the_reference_is_still_pulled_back(estimator: Estimator, distance: float) -> None:
+    logprobs = tensor([-301.0 + distance], dtype=F64, requires_grad=True)
+    value = kl_estimate(estimator, logprobs, tensor([-301.0], dtype=F64))
+    assert torch.autograd.grad(value.sum(), logprobs)[0].item() == pytest.approx(distance)
+
+
 @pytest.mark.parametrize(("estimator", "slope"), [("k3", 0.0), ("k3+", -15.0)])
 def test_the_estimate_of_one_distant_token_is_bounded(estimator: Estimator, slope: float) -> None:
     """Where a token is e^15 times less likely than under the reference, k3 would be three million."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -341,12 +343,48 @@ def test_what_frozen_agents_said_is_not_counted() -> None:
     assert settled.metrics == {"kto/desirable_frac": 0.5}
 
 
-def test_samples_with_trained_tokens_are_counted_instead_of_trajectories() -> None:
-    """Two agents of two samples each are wanted, one sample is not, and one said nothing: 4 to 1."""
+def staged(reward: float, tokens: Sequence[int]) -> EpisodeMeta:
+    """One agent in stages, each a sample with so many trained tokens."""
+    samples = tuple(SampleMeta(2, num + 1, num, i) for i, num in enumerate(tokens))
+    return EpisodeMeta((TrajectoryMeta("policy", None, OK, reward, samples),))
+
+
+def shares_of(groups: list[Group], kto: KTO) -> dict[int, float]:
+    """Part of the loss of each group's trajectory where all samples have the same distance to z0."""
+    assigned = kto.finalize_advantages(groups, {}).groups
+    (rank,) = plan_batch(groups, assigned, kto.aggregation, num_ranks=1, max_tokens=10**6)
+    weights: defaultdict[int, float] = defaultdict(float)
+    for micro_batch in rank.micro_batches:
+        for ref in micro_batch.samples:
+            sample = groups[ref.group].episodes[ref.episode].trajectories[ref.trajectory].samples[ref.sample]
+            weights[ref.group] += abs(ref.advantage) * ref.token_weight * sample.num_trained
+    total = sum(weights.values())
+    return {index: weight / total for index, weight in sorted(weights.items())}
+
+
+TOKENS = st.lists(st.integers(1, 50), min_size=1, max_size=10)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.booleans(), TOKENS), min_size=1, max_size=8))
+def test_a_trajectory_weighs_the_same_whatever_the_number_of_its_stages(
+    trajectories: list[tuple[bool, list[int]]],
+) -> None:
+    groups = [group(i, episodes=[staged(float(label), tokens)]) for i, (label, tokens) in enumerate(trajectories)]
+    assert shares_of(groups, KTO(balance=False)) == pytest.approx(dict.fromkeys(range(len(groups)), 1 / len(groups)))
+
+
+def test_a_failure_in_ten_stages_weighs_as_much_as_a_success_in_one() -> None:
+    groups = [group(0, episodes=[staged(0.0, [20] * 10)]), group(1, episodes=[staged(1.0, [20])])]
+    assert shares_of(groups, KTO()) == {0: pytest.approx(0.5), 1: pytest.approx(0.5)}
+
+
+def test_trajectories_are_balanced_instead_of_their_samples() -> None:
+    """Two agents of two samples each are wanted, one sample is not, and one said nothing: 2 to 1."""
     groups = [group(0, episodes=[agents(1.0, None)]), group(1, episodes=[episode(0.0), episode(0.0, num_trained=0)])]
-    (first, _), (second, _) = KTO().finalize_advantages(groups, {}).groups
-    # 4 to 1 becomes 4/3 to 1, which is a third of the weight; all five together weigh 5
-    assert (first.advantage, second.advantage) == (pytest.approx(5 / 7), pytest.approx(-15 / 7))
+    settled = KTO().finalize_advantages(groups, {})
+    assert settled.metrics == {"kto/desirable_frac": pytest.approx(2 / 3)}
+    assert shares_of(groups, KTO()) == {0: pytest.approx(4 / 7), 1: pytest.approx(3 / 7)}
 
 
 def test_a_step_in_which_nothing_was_scored_has_no_share() -> None:
