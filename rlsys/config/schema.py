@@ -393,8 +393,16 @@ class AsynchronySection(Section):
 
     max_staleness: NonNegativeInt = 0
     """Most steps between the weights that sample a token and the weights that it trains; 0: synchronous."""
+    adaptive: bool = True
+    """Have no more groups in flight than keep the trainer busy: those beyond only grow old. `false`: always as many as
+    `max_staleness` allows, so that nearly every token is that old."""
     window: PositiveInt = 1
     """Number of groups, from the oldest unfinished one on, that the learner may choose from; 1: strictly in order."""
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True if the number of groups in flight can be adapted."""
+        return self.adaptive and self.max_staleness > 0
 
     def bound(self, groups_per_step: int) -> int:
         """Largest staleness of a trained token: `max_staleness` at window 1, more at larger windows."""

@@ -11,6 +11,7 @@ from rlsys.algorithm import version_after
 from rlsys.config import Config
 from rlsys.contracts import Rewards, Rollouts, Workers
 from rlsys.data.task_source import Tasks
+from rlsys.loop.admission import Admission
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
@@ -105,6 +106,7 @@ def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, pr
         ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curriculum(config.curation)),
         signals=frozenset(algorithm.signals & workers.annotators.keys()),
         synchronous_until=version_after(algorithm, num_synchronous, start=0, end=steps),
+        admission=Admission(config.train.groups_per_step, config.permits) if config.asynchrony.is_adaptive else None,
         lease_s=config.limits.lease_s,
         events=events,
         progress=progress,

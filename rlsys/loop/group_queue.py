@@ -40,6 +40,7 @@ from math import inf
 
 from rlsys.algorithm import Signal
 from rlsys.contracts import RolledOut
+from rlsys.loop.admission import Admission
 from rlsys.loop.task_ledger import Ledger, LedgerState
 from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, group_rolled_out, group_scored
 from rlsys.types import Assignment, Group, PolicyVersion, Ref, Task
@@ -136,6 +137,8 @@ class GroupQueue:
     """Columns the learner needs besides episodes and rewards, each added by an annotator."""
     synchronous_until: PolicyVersion = 0
     """Before this version, at most one step of groups is in flight."""
+    admission: Admission | None = None
+    """Adapts the number of permits, below `capacity`; None: always all of them."""
     lease_s: float = inf
     """Deadline of one rollout attempt, in seconds; the rollout pool enforces it."""
     events: Events = field(default_factory=Events)
@@ -158,8 +161,10 @@ class GroupQueue:
         return (self.max_staleness + 1) * self.groups_per_step
 
     def permits_at(self, version: PolicyVersion) -> int:
-        """Return the number of permits while `version` is the newest."""
-        return self.groups_per_step if version < self.synchronous_until else self.capacity
+        """Return the number of permits while `version` is the newest, as of now."""
+        if version < self.synchronous_until:
+            return self.groups_per_step
+        return self.admission.permits if self.admission else self.capacity
 
     @property
     def staleness_bound(self) -> int:
@@ -184,7 +189,7 @@ class GroupQueue:
 
     @property
     def num_permits(self) -> int:
-        """Permits that are free, held, or of a finished group: `permits_at`, or fewer only near the end."""
+        """Permits that are free, held, or of a finished group: `permits_at`. After it fell more, fewer near the end."""
         return self._free.qsize() + self._num_held + sum(g.is_offered and not g.is_over for g in self.groups.values())
 
     @property
@@ -267,9 +272,8 @@ class GroupQueue:
         for group in groups:
             self._enter(group, State.TRAINED)
         self.ledger.consume(group.group_id for group in groups)
-        num_more = self.permits_at(version) - self.permits_at(self.version)
         self.version = version
-        self._admit(len(groups) + num_more)
+        self._admit(self.permits_at(version) - self.num_permits)
         return [group.assignment.task for group in groups]
 
     def restore(
@@ -306,6 +310,8 @@ class GroupQueue:
         self._free: asyncio.Queue[PolicyVersion] = asyncio.Queue()
         self._num_held = 0
         """Permits in use by a `permit` block."""
+        self._queued: dict[str, int] = {}
+        """By replica that answered since the last step was asked for: groups that waited there for a slot."""
         self._num_admitted = num_finished
         """Permits handed out for groups that the run will consume; a returned permit is handed out again."""
         self._admit(self.permits_at(version) - num_finished)
@@ -330,6 +336,8 @@ class GroupQueue:
         """Hand in rolled-out episodes. Returns False, and counts it, if they exist already or the attempt is over."""
         if is_new := self._accepts(group, rolled_out.group.group_id, is_new=group.episodes is None):
             self._fill(group, rolled_out.group)
+            if (stats := rolled_out.stats) is not None:
+                self._queued[rolled_out.group.replica] = stats.num_waiting // group.assignment.size
             self.events.emit(group_rolled_out(rolled_out))
         return is_new
 
@@ -448,6 +456,10 @@ class GroupQueue:
         versions behind `version` is dropped as `stale`. Before `synchronous_until` that bound is 0.
         Puts back what it took if it is cancelled.
         """
+        if self.admission and version >= self.synchronous_until:
+            self.admission.observe(self._num_takeable(), sum(self._queued.values()))
+            self._admit(self.permits_at(version) - self.num_permits)
+        self._queued.clear()
         taken: list[InFlightGroup] = []
         try:
             while len(taken) < self.groups_per_step:
@@ -465,6 +477,13 @@ class GroupQueue:
             self.put_back(LEARNER, taken)
             raise
         return taken
+
+    def _num_takeable(self) -> int:
+        """Return the number of groups that the learner can take without waiting."""
+        is_lacking = (n for n, g in self.groups.items() if g.state not in (State.READY, State.TAKEN))
+        first_lacking = min(is_lacking, default=inf)
+        ready = (n for n, group in self.groups.items() if group.state is State.READY)
+        return sum(n < first_lacking + self.window for n in ready)
 
     def put_back(self, consumer: str, groups: Iterable[InFlightGroup]) -> None:
         """Return groups to a consumer, which can take them again. Attempts that are over are skipped."""
