@@ -19,8 +19,6 @@ ENTROPY = "policy/entropy"
 TRAINS_NEGATIVES = "policy/trains_negatives"
 Assigned: TypeAlias = Sequence[tuple[TrajectoryAdvantage, ...]]
 """Advantages of each group of a step."""
-Episode: TypeAlias = tuple[int, int]
-"""Index of a group in the step, and of an episode in the group."""
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -70,35 +68,37 @@ class AEPO(ClippedSurrogate, PolicyGradient):
             is_on = False
         elif entropy is not None and entropy < self.entropy_low:
             is_on = True
-        is_left = any(a.advantage >= 0 for own in every for a in own)
+        is_left = any(a.advantage >= 0 and _tokens(g, a) for g, own in zip(groups, every, strict=True) for a in own)
         kept = every if is_on or not is_left else self._without_negatives(groups, every)
         return StepAdvantages(tuple(kept), {TRAINS_NEGATIVES: float(is_on)})
 
     def _without_negatives(self, groups: Sequence[Group], every: Assigned) -> Assigned:
         """Set negative advantages to 0, and raise the others by what their weights lose to those in the averages."""
-        gains = self._gains(groups, every)
+        gain = self._gain(groups, every)
         return [
-            _each(own, lambda a, g=index: a.advantage * gains[g, a.episode] if a.advantage >= 0 else 0.0)
+            _each(own, lambda a, g=index: a.advantage * gain(g, a.episode) if a.advantage >= 0 else 0.0)
             for index, own in enumerate(every)
         ]
 
-    def _gains(self, groups: Sequence[Group], every: Assigned) -> Mapping[Episode, float]:
-        """Weight of a token among the trajectories that are kept, over its weight among all, by episode; see
-        `Aggregation`."""
-        places = [(index, a) for index, own in enumerate(every) for a in own]
-        kept = [(index, a) for index, a in places if a.advantage >= 0]
-
-        def samples(index: int, a: TrajectoryAdvantage) -> list[int]:
-            """Trained tokens of each sample of a trajectory that is trained at all."""
-            of = groups[index].episodes[a.episode].trajectories[a.trajectory].samples
-            return [one.num_trained for one in of if one.num_trained]
-
+    def _gain(self, groups: Sequence[Group], every: Assigned) -> Callable[[int, int], float]:
+        """Weight of a token among the trajectories that are kept, over its weight among all, by the index of its group
+        and its episode; see `Aggregation`. Some that are kept have tokens."""
+        trained = [(i, a, _tokens(groups[i], a)) for i, own in enumerate(every) for a in own]
+        trained = [(i, a, tokens) for i, a, tokens in trained if tokens]
+        kept = [(i, a, tokens) for i, a, tokens in trained if a.advantage >= 0]
         if self.over == "agents":
-            agents, own = (Counter((i, a.episode) for i, a in some if samples(i, a)) for some in (places, kept))
-            return {e: len(agents) * agents[e] / (len(own) * own[e]) for e in own}
+            among_all, among_kept = (Counter((i, a.episode) for i, a, _ in some) for some in (trained, kept))
+            episodes = len(among_all) / len(among_kept)
+            return lambda i, e: episodes * among_all[i, e] / (among_kept[i, e] or 1)
         size: Callable[[list[int]], int] = sum if self.over == "tokens" else len
-        total, left = (sum(size(samples(*one)) for one in some) for some in (places, kept))
-        return defaultdict(lambda: total / left if left else 1.0)
+        total, left = (sum(size(tokens) for _, _, tokens in some) for some in (trained, kept))
+        return lambda i, e: total / left
+
+
+def _tokens(group: Group, assigned: TrajectoryAdvantage) -> list[int]:
+    """Trained tokens of each sample of a trajectory that has any."""
+    samples = group.episodes[assigned.episode].trajectories[assigned.trajectory].samples
+    return [sample.num_trained for sample in samples if sample.num_trained]
 
 
 def _scales_by_source(groups: Sequence[Group]) -> Mapping[str, float]:
