@@ -160,6 +160,22 @@ def test_a_request_made_during_a_pause_is_sampled_from_the_new_weights_alone(run
     assert done.logprobs == pytest.approx(logprobs_by_hand(model_of(1), ask(), done.output_ids), abs=1e-4)
 
 
+def test_requests_on_their_way_to_the_server_when_a_pause_begins_go_on_after_it(run) -> None:
+    async def scenario(engine: VllmServerEngine) -> list[Completion]:
+        done: list[Completion] = []
+        for turn in range(60):
+            tasks = [asyncio.create_task(engine.generate(ask(f"{turn}.{i}", new=4, seed=i))) for i in range(8)]
+            while engine.stats().num_running < len(tasks):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(turn / 4000)  # the pause comes at another moment of a request each time
+            await engine.pause()
+            await engine.resume()
+            done += await asyncio.gather(*tasks)
+        return done
+
+    assert {len(one.output_ids) for one in run(scenario)} == {4}
+
+
 def test_a_pause_keeps_what_arrived_and_greedy_tokens_are_unchanged(run) -> None:
     async def scenario(engine: VllmServerEngine) -> tuple[Completion, Completion]:
         whole = await engine.generate(ask(new=60, temperature=0.0))

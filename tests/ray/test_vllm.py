@@ -45,7 +45,7 @@ def test_sampler_and_trainer_logprobs_match_after_inflight_weight_changes(cluste
         ("rollout-0", "vllm"),
         ("rollout-1", "vllm"),
     ]
-    assert not [e for e in events if e["kind"] == "worker_failed"]
+    assert [e["detail"] for e in events if e["kind"] == "worker_failed"] == []
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row["async/staleness_max"] for row in rows) <= 2
     assert rows[-1]["async/dropped"] == 0
@@ -77,7 +77,7 @@ def test_a_server_that_runs_elsewhere_is_trained_with_and_its_weights_are_verifi
         assert result.steps == 4
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [e["engine"] for e in events if e["kind"] == "engine_chosen"] == ["vllm_server"]
-    assert not [e for e in events if e["kind"] == "worker_failed"]
+    assert [e["detail"] for e in events if e["kind"] == "worker_failed"] == []
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row["async/staleness_max"] for row in rows) <= 2 and rows[-1]["async/dropped"] == 0
     assert max(row.get("sampler/s0/logp_diff_max", 0.0) for row in rows) < 1e-4

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 30.0
 """Deadline of a call that samples nothing."""
+KEPT_S = 2.0
+"""How long an unused connection is kept: less than the 5 s after which the server closes it."""
 LINE_BYTES = 1 << 20
 """Most bytes of one line of a stream."""
 HOW_TO_START = (
@@ -96,7 +98,7 @@ class VllmServerEngine:
         key = os.environ.get(self._server.api_key_env, "") if self._server.api_key_env else ""
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=LINE_BYTES,
         )
@@ -307,6 +309,8 @@ class VllmServerEngine:
                         return None if finish == "abort" else finish
         except (aiohttp.ClientError, OSError) as error:
             raise WorkerDied(self._name, phase, f"{self._url} does not answer: {error!r}") from error
+        if not self._going.is_set():
+            return None  # what is aborted while it is on its way into the server ends without an event
         raise WorkerDied(self._name, phase, f"{self._url} ended the stream of request {request.id} without a reason")
 
     async def _events(self, content: aiohttp.StreamReader, phase: str) -> Any:  # noqa: ANN401  (an async generator)
