@@ -29,7 +29,7 @@ from workers.transport.checksums import checksum_of, hash_of, spec_of
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 T = TypeVar("T")
-CONTEXT = 256
+CONTEXT = 1024
 
 
 def model_of(seed: int = 0) -> PreTrainedModel:
@@ -130,7 +130,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_runs_beside_it(run) -> 
 
 
 def test_tokens_before_and_after_a_weight_change_have_their_own_version_and_logprobs(run) -> None:
-    request = ask(new=200)
+    request = ask(new=1000)
 
     async def scenario(engine: VllmServerEngine) -> Completion:
         task = asyncio.create_task(engine.generate(request))
@@ -140,7 +140,7 @@ def test_tokens_before_and_after_a_weight_change_have_their_own_version_and_logp
 
     done = run(scenario)
     before, after = done.versions
-    assert (before.version, after.version) == (3, 4) and before.num_tokens + after.num_tokens == 200
+    assert (before.version, after.version) == (3, 4) and before.num_tokens + after.num_tokens == 1000
     for seed, part in ((0, slice(None, before.num_tokens)), (1, slice(before.num_tokens, None))):
         by_hand = logprobs_by_hand(model_of(seed), request, done.output_ids)
         assert done.logprobs[part] == pytest.approx(by_hand[part], abs=1e-4)
@@ -178,8 +178,8 @@ def test_requests_on_their_way_to_the_server_when_a_pause_begins_go_on_after_it(
 
 def test_a_pause_keeps_what_arrived_and_greedy_tokens_are_unchanged(run) -> None:
     async def scenario(engine: VllmServerEngine) -> tuple[Completion, Completion]:
-        whole = await engine.generate(ask(new=60, temperature=0.0))
-        task = asyncio.create_task(engine.generate(ask(new=60, temperature=0.0)))
+        whole = await engine.generate(ask(new=600, temperature=0.0))
+        task = asyncio.create_task(engine.generate(ask(new=600, temperature=0.0)))
         for _ in range(3):
             await sampled(engine, 5)
             await engine.pause()
@@ -190,28 +190,28 @@ def test_a_pause_keeps_what_arrived_and_greedy_tokens_are_unchanged(run) -> None
         return whole, await task
 
     whole, cut = run(scenario)
-    assert cut.output_ids == whole.output_ids and cut.logprobs == whole.logprobs == (0.0,) * 60
+    assert cut.output_ids == whole.output_ids and cut.logprobs == whole.logprobs == (0.0,) * 600
 
 
 def test_an_abort_returns_what_was_sampled_and_it_can_be_continued(run) -> None:
     async def scenario(engine: VllmServerEngine) -> tuple[Completion, Completion]:
-        task = asyncio.create_task(engine.generate(ask(new=150)))
+        task = asyncio.create_task(engine.generate(ask(new=900)))
         await sampled(engine, 5)
         assert (await engine.progress())["a"].output_ids
         engine.abort("nobody")
         engine.abort("a")
         cut = await task
-        return cut, await engine.generate(ask(new=150, begun=cut))
+        return cut, await engine.generate(ask(new=900, begun=cut))
 
     cut, whole = run(scenario)
-    assert cut.finish == "abort" and 5 <= len(cut.output_ids) < 150 and len(whole.output_ids) == 150
+    assert cut.finish == "abort" and 5 <= len(cut.output_ids) < 900 and len(whole.output_ids) == 900
     assert whole.output_ids[: len(cut.output_ids)] == cut.output_ids
     assert whole.logprobs == pytest.approx(logprobs_by_hand(model_of(), ask(), whole.output_ids), abs=1e-4)
 
 
 def test_cancelling_a_call_ends_its_request_only(run) -> None:
     async def scenario(engine: VllmServerEngine) -> Completion:
-        doomed = asyncio.create_task(engine.generate(ask("doomed", new=200)))
+        doomed = asyncio.create_task(engine.generate(ask("doomed", new=900)))
         kept = asyncio.create_task(engine.generate(ask("kept", new=40)))
         await sampled(engine, 4)
         doomed.cancel()
@@ -255,7 +255,7 @@ def test_scores_and_checksums_are_of_the_weights_that_the_server_computes_with(r
     ids = tuple(range(3, 40))
 
     async def scenario(engine: VllmServerEngine) -> None:
-        running = asyncio.create_task(engine.generate(ask(new=230)))
+        running = asyncio.create_task(engine.generate(ask(new=1000)))
         for version, seed, weights in ((4, 1, weights_of(1)), (5, 2, in_bfloat16(weights_of(2)))):
             await change(engine, version, weights)
             held = await engine.checksums()
@@ -302,13 +302,13 @@ def test_weights_that_do_not_fit_change_nothing(run) -> None:
 
 
 def test_a_request_beyond_the_context_is_refused(run) -> None:
-    with pytest.raises(TaskTooLong, match=r"3 prompt tokens \+ 254 new tokens"):
-        run(lambda engine: engine.generate(ask(new=254)))
+    with pytest.raises(TaskTooLong, match=r"3 prompt tokens \+ 1022 new tokens"):
+        run(lambda engine: engine.generate(ask(new=1022)))
 
 
 def test_closing_ends_every_call_and_leaves_the_server_to_a_successor(run) -> None:
     async def closed(engine: VllmServerEngine) -> list[Completion | BaseException]:
-        calls = [asyncio.create_task(engine.generate(ask(str(i), new=200))) for i in range(12)]
+        calls = [asyncio.create_task(engine.generate(ask(str(i), new=900))) for i in range(12)]
         await sampled(engine, 3)
         await engine.pause()
         await engine.close()
@@ -337,7 +337,7 @@ def test_a_server_that_does_not_fit_is_refused(run, url: str, model_path: Path, 
     assert f"{url} serves {model_path}, and model.path is" in refusal(url, saved(tmp_path / "other"))
     run(lambda engine: engine.score((1, 2)))
     assert "were changed since it started" in refusal(url, model_path, takes_weights=False)
-    assert "has a context of 256 tokens, and the run needs 257" in refusal(url, model_path, context=257)
+    assert "has a context of 1024 tokens, and the run needs 1025" in refusal(url, model_path, context=1025)
     assert "http://127.0.0.1:9 does not answer" in refusal("http://127.0.0.1:9", model_path)
 
 
