@@ -98,16 +98,27 @@ class WarmStart:
     """Rows of `eval.jsonl`."""
 
 
-def train_supervised(model: Qwen3ForCausalLM, batches: Iterable[tuple[Tensor, Tensor]], recipe: WarmStart) -> float:
-    """Train on a batch per step; return the last loss, in nats per token.
+def train_supervised(
+    model: Qwen3ForCausalLM,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    recipe: WarmStart,
+    decay: Callable[[int], float] | None = None,
+) -> tuple[float, int]:
+    """Train on a batch per step; return the last loss, in nats per token, and the number of steps.
 
-    A batch is token ids `(B, T)` and the targets of the last positions, up to `(B, T - 1)`; -100 is no target.
+    A batch is token ids `(B, T)` and the targets of the last positions, up to `(B, T - 1)`; -100 is no target. `decay`
+    gives for a step, from 1, the most of the peak learning rate that it may use; training ends when that is 0. Without
+    it, it falls over the second half of `recipe.steps`.
     """
+    decay = decay or (lambda step: 2 * (1 - (step - 1) / recipe.steps))
+    step = 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, fused=True)
     loss = torch.tensor(float("nan"))
     for step, (ids_BT, targets_BT) in enumerate(batches, 1):
-        decay = 2 * (1 - (step - 1) / recipe.steps)
-        optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, step / recipe.warmup_steps, decay)
+        share = min(1.0, step / recipe.warmup_steps, decay(step))
+        if share <= 0:
+            break
+        optimizer.param_groups[0]["lr"] = recipe.lr * share
         num_targets = targets_BT.shape[1]
         logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False, logits_to_keep=num_targets).logits
         loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
@@ -116,7 +127,7 @@ def train_supervised(model: Qwen3ForCausalLM, batches: Iterable[tuple[Tensor, Te
         optimizer.step()
         if step % 50 == 0:
             print(f"warm start {step}/{recipe.steps}  loss {loss.item():.3f}", file=sys.stderr, flush=True)
-    return loss.item()
+    return loss.item(), step
 
 
 def save_imitator(folder: Path, demonstrate: Demonstrator, recipe: WarmStart) -> float:
@@ -129,7 +140,7 @@ def save_imitator(folder: Path, demonstrate: Demonstrator, recipe: WarmStart) ->
     mixed = (2 * step > recipe.steps for step in range(1, recipe.steps + 1))
     drawn = ([demonstrate(is_careless) for _ in range(recipe.batch_size)] for is_careless in mixed)
     batches = (batch_of(tokenizer, demonstrations) for demonstrations in drawn)
-    loss = train_supervised(model, ((ids_BT, targets_BT[:, 1:]) for ids_BT, targets_BT in batches), recipe)
+    loss, _ = train_supervised(model, ((ids_BT, targets_BT[:, 1:]) for ids_BT, targets_BT in batches), recipe)
     save(folder, model, tokenizer)
     return loss
 

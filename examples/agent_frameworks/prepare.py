@@ -40,7 +40,7 @@ def prepare(out: Path, recipe: Recipe) -> Figures:
             ids_BT = torch.tensor(tokenizer([written(text, in_code=in_code) for text in part]).input_ids)
             yield ids_BT, ids_BT[:, len("385120>") + in_code :]
 
-    loss = tiny_policy.train_supervised(model, batches(), recipe)
+    loss, _ = tiny_policy.train_supervised(model, batches(), recipe)
     tiny_policy.save(out / "model", model, tokenizer)
     rows = [{"prompt": prompt, "answer": right_answer(prompt)} for prompt in (*evaluation, *train)]
     tiny_policy.write_tasks(out, rows, recipe.num_eval)

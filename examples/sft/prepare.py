@@ -35,4 +35,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write demonstrations of sorting and an untrained policy.")
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
-    print(json.dumps({"out": str(write(Path(".cache/sft") / f"seed{seed}", Recipe(seed=seed)))}))
+    print(json.dumps({"out": str(write(Path(".cache/sft") / f"seed{seed}", Recipe(seed=seed, steps=250)))}))

@@ -90,6 +90,14 @@ def test_preparing_twice_does_the_work_once_with_equal_files(tmp_path):
     assert tokenizer("385120>").input_ids == [5, 10, 7, 3, 4, 2, 85]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_warm_start_ends_at_its_target_whatever_the_seed(tmp_path, seed: int):
+    figures = prepare(tmp_path, Recipe(seed=seed, target=0.15))
+    assert figures["expected"] == pytest.approx(0.15, abs=0.01)
+    assert figures["sampled"] == pytest.approx(figures["expected"], abs=0.05)  # 512 samples: .016 standard error
+
+
 def test_a_running_mean_covers_what_there_is_so_far():
     assert running_mean([1, 3, 5], window=2) == [1, 2, 4]
 
