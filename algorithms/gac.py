@@ -1,10 +1,10 @@
-"""Gradient alignment control: shortens or skips gradients aligned with the previous one."""
+"""Gradient alignment control: shortens gradients of old samples that are aligned with the previous one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from math import copysign, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlsys.stabilizer import AllReduce, Gradients
 
 QUANTILE = 0.95
-"""Share of the |cosines| of the synchronous steps that a calibrated `c_low` counts as safe."""
+"""Share of the cosines of the synchronous steps that a calibrated `c_low` counts as safe."""
 SMALLEST = 1e-30
 """Length of a gradient below which it counts as 0: its direction is lost in the last bits of fp32."""
 MIN_STEPS, MAX_STEPS = 10, 1000
@@ -30,29 +30,31 @@ MIN_STEPS, MAX_STEPS = 10, 1000
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class GAC(StabilizerPlugin):
-    """Gradient alignment control (arXiv:2603.01501). Off by default: it then only measures.
+    """Gradient alignment control. Off by default: it then only measures.
 
     Training on stale samples aligns consecutive gradients, while synchronous ones are nearly orthogonal; the policy
     then overshoots. With c the cosine of a gradient g and the previous raw gradient p:
 
-        safe        |c| <= c_low             g as it is
-        projected   c_low < |c| <= c_high    the part of g along p is shortened to c_low |g|
-        skipped     |c| > c_high             no update at all: weights and optimizer stay as they are
+        safe        c <= c_low             g as it is, also if it opposes p
+        projected   c_low < c <= c_high    the part of g along p is shortened to c_low |g|
+        skipped     c > c_high             no update at all, if `max_skips` allows one
 
-    It acts after gradients were summed over micro-batches and ranks, and before they are clipped, so that clipping does
-    not scale a shortened gradient up again. The paper's thresholds fit its runs; take those of your run from
+    It acts on no gradient of fresh samples alone. The rule is a reconstruction from the abstract of arXiv:2603.01501
+    and summaries by others. That it acts on aligned gradients of old samples alone is ours: acting on opposed ones, or
+    on fresh ones, did harm. It acts after gradients were summed over micro-batches and ranks, and before they are
+    clipped, so that clipping does not scale a shortened gradient up again. The thresholds depend on the run: see
     `calibrate_steps`.
     """
 
     enabled: bool = False
     """Act on gradients. If false, only measure and report."""
     c_low: Fraction = 0.05
-    """Largest |cosine| of consecutive gradients that is safe. From 0 to `c_high`. Ignored with `calibrate_steps`."""
+    """Largest cosine of consecutive gradients that is safe. From 0 to `c_high`. Ignored with `calibrate_steps`."""
     c_high: Fraction = 0.3
-    """|Cosine| above which an update is skipped. From `c_low` to 1; 1 skips none. Ignored with `calibrate_steps`."""
-    max_skips: Annotated[int, Field(ge=0)] = 1
+    """Cosine above which `max_skips` updates are skipped. From `c_low` to 1. Ignored with `calibrate_steps`."""
+    max_skips: Annotated[int, Field(ge=0)] = 0
     """Most updates skipped in a row; the next one is projected. Unchanged weights give the same gradient again, so
-    unbounded skipping would never end. 0 skips none."""
+    unbounded skipping would never end. 0 skips none: all are projected."""
     where: Literal["gradient", "update"] = "gradient"
     """The vector that is projected. `gradient`: the gradient, along the previous one. Adam's second moment then shrinks
     along it, which cancels part of the effect. `update`: Adam's update, along the previous update, whose part is
@@ -60,10 +62,10 @@ class GAC(StabilizerPlugin):
     decides, also on skips."""
     calibrate_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Calibration steps at the start, which run synchronously and are only measured; 10 to 1000. Each step counts with
-    the largest |cosine| of its updates; the first does not count, for lack of a previous gradient. `c_low` is the 95th
-    percentile of these. `c_high` is its square root, half way to 1 on a logarithmic scale, or their maximum if larger:
-    no synchronous step would have been skipped. A resumed run keeps calibrated thresholds, unless this is then 0. 0:
-    use the configured thresholds."""
+    the largest cosine of its updates, at least 0; the first does not count, for lack of a previous gradient. `c_low` is
+    the 95th percentile of these. `c_high` is its square root, half way to 1 on a logarithmic scale, or their maximum if
+    larger: no synchronous step would have been skipped. A resumed run keeps calibrated thresholds, unless this is then
+    0. 0: use the configured thresholds."""
 
     update_every: PositiveInt = 10
     """Updates between two measurements of the cosine of Adam's update, which start at the first. One takes several
@@ -100,26 +102,26 @@ class Regime(IntEnum):
 
 
 class Thresholds(NamedTuple):
-    """Bounds on |cosine| in force."""
+    """Bounds on the cosine in force."""
 
     low: float
     high: float
 
     @classmethod
     def calibrated(cls, cosines: Tensor) -> Thresholds:
-        """Compute the thresholds from the |cosines| of the calibration steps, as `GAC.calibrate_steps` describes."""
+        """Compute the thresholds from the cosines of the calibration steps, as `GAC.calibrate_steps` describes."""
         low = float(cosines.quantile(QUANTILE))
         return cls(low, max(sqrt(low), float(cosines.max())))
 
     def regime(self, cosine: float) -> Regime:
-        if abs(cosine) <= self.low:
+        if cosine <= self.low:
             return Regime.SAFE
-        return Regime.PROJECTED if abs(cosine) <= self.high else Regime.SKIPPED
+        return Regime.PROJECTED if cosine <= self.high else Regime.SKIPPED
 
     def projected(self, cosine: float) -> float:
         """Cosine after the projection: the part along the previous gradient is `low` of the original length."""
         length = sqrt(1 - cosine**2 + self.low**2)
-        return copysign(self.low, cosine) / length if length else 0.0
+        return self.low / length if length else 0.0
 
 
 class Alignment:
@@ -142,9 +144,9 @@ class Alignment:
         self._num_recorded, self._num_wanted = zero(), zero()
         """Recorded calibration steps, and their total; both 0 before calibration begins."""
         self._record = torch.zeros(MAX_STEPS, dtype=torch.float64)
-        """Largest |cosine| of each calibration step."""
+        """Largest cosine of each calibration step."""
         self._largest = 0.0
-        """Largest |cosine| of the current step."""
+        """Largest cosine of the current step, at least 0."""
         self._excess = 0.0
         """Share of the part along the previous update that `correct` removes."""
 
@@ -154,22 +156,24 @@ class Alignment:
         wanted = int(self._num_wanted) or self._config.calibrate_steps
         return max(0, wanted - int(self._num_recorded)) if self._config.calibrate_steps else 0
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         """See `Stabilizer.steer`. One all-reduce of one number."""
         self._excess = 0.0
         products = {n: inner_product(gradients[n], p) for n, p in self._previous.items() if n in gradients}
         product, previous_square = all_reduce(products).item(), float(self._previous_square)
         cosine = _cosine(product, squared_norm, previous_square)
         thresholds = self._thresholds()
-        self._largest = max(self._largest, abs(cosine))
+        self._largest = max(self._largest, cosine)
         self._num_seen += 1
-        regime = thresholds.regime(cosine) if thresholds else Regime.SAFE
+        regime = thresholds.regime(cosine) if thresholds and staleness > 0 else Regime.SAFE
         metrics = {"gac/cosine": cosine, "gac/parallel_share": abs(cosine), "gac/cosine_after": cosine}
         removed = 0.0
         if self._config.enabled:
             regime = self._bounded(regime)
             if thresholds and regime is Regime.PROJECTED:
-                excess = 1 - thresholds.low / abs(cosine)
+                excess = 1 - thresholds.low / cosine
                 if self._config.where == "update":
                     self._excess = excess
                 else:

@@ -72,9 +72,11 @@ class Timed(Alignment):
         super().__init__(config, shapes)
         self.cpu_s: list[float] = []
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         with timed(self.cpu_s, time.process_time):
-            return super().steer(gradients, squared_norm, all_reduce)
+            return super().steer(gradients, squared_norm, all_reduce, staleness)
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
         with timed(self.cpu_s, time.process_time):

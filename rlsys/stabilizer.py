@@ -66,10 +66,13 @@ class Stabilizer(Protocol):
     def synchronous_steps_left(self) -> int:
         """Remaining `synchronous_steps`; equal on all ranks."""
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         """Inspect the gradient of an update, and edit it in place, before clipping.
 
-        `squared_norm` is that of the whole gradient over all ranks, and finite.
+        `squared_norm` is that of the whole gradient over all ranks, and finite. `staleness` is the mean number of
+        weight versions since the step's tokens were sampled.
         """
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -124,7 +124,8 @@ def group_of(group_id: int, payload: tuple[Episode, ...]) -> Group:
 def planned(
     step: int, num_ranks: int, algorithm: Algorithm, num_updates: int = 1, max_tokens: int = 40
 ) -> tuple[BatchPlan, list[tuple[Episode, ...]]]:
-    """Five groups of random samples, in micro-batches so small that ranks differ in number and one runs fillers."""
+    """Five groups of random samples a version old, in micro-batches so small that ranks differ in number and one runs
+    fillers."""
     rng = random.Random(step)
     payloads = [random_team(rng, 4) for _ in range(5)]
     groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
@@ -133,7 +134,7 @@ def planned(
     plan = plan_batch(
         groups, assigned, aggregation, num_ranks=num_ranks, max_tokens=max_tokens, num_updates=num_updates
     )
-    return plan, payloads
+    return tuple(replace(of_rank, staleness=1.0) for of_rank in plan), payloads
 
 
 def data_of(payloads: list[tuple[Episode, ...]]) -> StepData:

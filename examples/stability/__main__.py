@@ -2,6 +2,7 @@
 
     python -m examples.stability                the grid: 90 runs of about 15 CPU-seconds
     python -m examples.stability --corrections  eight corrections for age at staleness 0, 4 and 16: 72 such runs
+    python -m examples.stability --steadied     learning rates by age, and control, for four losses: 132 such runs
     python -m examples.stability --search       54 such runs, 10 of 2 CPU-minutes; then the winners, on two seeds
                                                 outside the search: 28 and 28
     python -m examples.stability --quick        a few short runs, to check that everything works
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from examples.stability.lab import Outcome, Run, train
 from examples.stability.report import draw_corrections, draw_grid, final_reward, quadratic_table, table
-from examples.stability.studies import Row, confirmed, corrections, grid, search
+from examples.stability.studies import Row, confirmed, corrections, grid, search, steadied
 from examples.study import run_all
 
 
@@ -26,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.stability", description="The stability lab.")
     study = parser.add_mutually_exclusive_group()
     study.add_argument("--corrections", action="store_true", help="losses against staleness instead of the grid")
+    study.add_argument("--steadied", action="store_true", help="learning rates by age, and control, instead")
     study.add_argument("--search", action="store_true", help="settings of the control at staleness 8 and 16 instead")
     study.add_argument("--quick", action="store_true", help="one seed, 30 steps, staleness 0 and 8: about a minute")
     parser.add_argument(
@@ -55,6 +57,9 @@ def main() -> None:
         best = table(winners, finish(winners))
         name, text = "search", f"Chosen on seed {seeds[0]}:\n\n{table(rows, done)}"
         text = f"{text}\nThe best of each setting on other seeds:\n\n{best}"
+    elif arguments.steadied:
+        rows = steadied(seeds)
+        name, text = "steadied", table(rows, finish(rows))
     elif arguments.corrections:
         rows = corrections(seeds)
         done = finish(rows)

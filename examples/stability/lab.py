@@ -19,6 +19,7 @@ import pydantic
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from algorithms.aipo import AIPO
 from algorithms.cispo import CISPO
 from algorithms.corrections import Geometric, SequenceTis, Tis
 from algorithms.fields import RULES
@@ -33,6 +34,7 @@ from examples.sort.reward import exact_sort
 from rlsys.algorithm import LossInputs, LossOutput
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
+from rlsys.config.schema import LrStaleness
 from rlsys.data.task_file import load_tasks
 from rlsys.types import Distribution, Episode, Group, PolicyVersion, Sampling, Task, Trajectory, Turn
 from rlsys.util.seeds import group_seed, request_seed
@@ -53,7 +55,7 @@ SAMPLING = Sampling(temperature=1.0, max_new_tokens=7)
 MAX_CONTEXT = 16
 MAX_TOKENS = 16384
 """Tokens of a micro-batch; every batch here fits in one."""
-EDITION = 3
+EDITION = 4
 """Edition of the lab. Raise it with any change to this folder, an algorithm or the trainer that changes outcomes, so
 that old runs do not count as current ones."""
 EXAM_GROUPS, EXAM_SIZE, EXAM_SEED = 32, 8, 1_000_003
@@ -61,6 +63,8 @@ EXAM_GROUPS, EXAM_SIZE, EXAM_SEED = 32, 8, 1_000_003
 DEFAULT = "none"
 """GRPO with its defaults: no correction, because its clipped ratio is against the sampler."""
 BLIND = "age ignored"
+UNCAPPED = "aipo without a cap"
+"""Every token weighs its whole ratio to the sampler, whatever that is."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=RULES)
@@ -79,6 +83,7 @@ ALGORITHMS: Mapping[str, PolicyGradient] = {
     "cispo": CISPO(),
     "m2po": M2PO(),
     "gspo": GSPO(),
+    UNCAPPED: AIPO(rho=1e9),
     BLIND: Blind(),
 }
 """GRPO with the correction of that name, or another algorithm with its defaults."""
@@ -96,6 +101,10 @@ class Run:
     groups: int = 16
     group_size: int = 8
     lr: float = 3e-4
+    lr_staleness: LrStaleness = "none"
+    """As `train.lr_staleness`."""
+    updates: int = 1
+    """Optimizer updates of a step."""
     steps: int = 160
     edition: int = EDITION
 
@@ -144,7 +153,9 @@ def train(run: Run) -> Outcome:
 async def _trained(run: Run, folder: Path) -> Outcome:
     outcome = Outcome(metrics={name: [] for name in KEPT})
     algorithm = replace(ALGORITHMS[run.algorithm], group_size=run.group_size)
-    settings = OptimizerSettings(lr=run.lr, warmup_steps=5, total_steps=run.steps, final_lr_fraction=0.1)
+    settings = OptimizerSettings(
+        lr=run.lr, warmup_steps=5, total_steps=run.steps, final_lr_fraction=0.1, lr_staleness=run.lr_staleness
+    )
     model = str(folder / "model")
     backend = FsdpBackend(model, settings, RankGroup())
     stabilizer = run.gac.start(backend.shards())
@@ -160,7 +171,15 @@ async def _trained(run: Run, folder: Path) -> Outcome:
             issued = {group_id: tasks[group_id % len(tasks)] for group_id in group_ids}
             groups = await sampler.groups(issued, run.group_size, run.seed)
             settled = algorithm.finalize_advantages(groups, metrics)
-            plan = plan_batch(groups, settled.groups, algorithm.aggregation, num_ranks=1, max_tokens=MAX_TOKENS)
+            plan = plan_batch(
+                groups,
+                settled.groups,
+                algorithm.aggregation,
+                num_ranks=1,
+                max_tokens=MAX_TOKENS,
+                num_updates=run.updates,
+                version=version,
+            )
             data = StepData([group.payload for group in groups], [{} for _ in groups])  # type: ignore[misc]
             metrics = backend.train_step(plan[0], data, algorithm, distribution=SAMPLED, stabilizer=stabilizer)
             snapshots[version + 1] = backend.full_weights(torch.float32)

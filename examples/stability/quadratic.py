@@ -25,7 +25,7 @@ from torch import Tensor
 from algorithms.gac import GAC
 from rlsys.stabilizer import StabilizerPlugin, alone
 
-CONTROL = GAC(enabled=True, c_low=0.15, c_high=0.4)
+CONTROL = GAC(enabled=True, c_low=0.15, c_high=0.4, max_skips=1)
 """Thresholds for `descend`: fresh gradients there are mostly noise, and the cosine of noise in 200 dimensions has a
 standard deviation of .07. The defaults, .05 and .3, would project half of all fresh gradients, for 3 % more loss."""
 NUM_COORDINATES, RATE = 200, 0.25
@@ -104,10 +104,12 @@ def follow(
     before_D = torch.zeros_like(x_D)
     done = Descent()
     for noise_D in noises:
+        staleness = len(versions) - 1
         if stabilizer.synchronous_steps_left:
             queue.extend([x_D] * len(versions))
+            staleness = 0
         gradients = {NAME: curvatures_D * queue[0] + noise_D}
-        steered = stabilizer.steer(gradients, float(gradients[NAME].square().sum()), alone)
+        steered = stabilizer.steer(gradients, float(gradients[NAME].square().sum()), alone, staleness)
         if not steered.is_skipped:
             update = Direction(gradients[NAME], before_D)
             stabilizer.correct(update, alone)

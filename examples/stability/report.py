@@ -72,7 +72,7 @@ def _cells(row: Row, outcomes: Sequence[Outcome]) -> Sequence[str]:
     regimes = [value for o in outcomes for value in o.metrics["gac/regime"][synchronous:]]
     return (
         f"{run.groups} x {run.group_size}",
-        run.algorithm,
+        run.algorithm + (f", {run.updates} updates a step" if run.updates > 1 else ""),
         str(run.staleness),
         row.label,
         f"{median(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})" if len(finals) > 1 else f"{finals[0]:.3f}",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from algorithms.gac import GAC
-from examples.stability.lab import ALGORITHMS, BLIND, DEFAULT, Run
+from examples.stability.lab import ALGORITHMS, BLIND, DEFAULT, UNCAPPED, Run
+from rlsys.config.schema import LrStaleness
 
 CALIBRATED_ON = 20
 """Synchronous steps for the calibration of thresholds."""
@@ -51,6 +52,20 @@ def corrections(seeds: Sequence[int], staleness: Sequence[int] = (0, 4, 16)) -> 
     return [Row("off", Run(staleness=s, algorithm=algorithm), seeds) for s in staleness for algorithm in ALGORITHMS]
 
 
+def steadied(seeds: Sequence[int], staleness: Sequence[int] = (4, 16)) -> list[Row]:
+    """Build the rows of what steadies training on old samples: a learning rate that falls with their age, control of
+    the gradient, and both; each for four losses, with runs on fresh samples to compare with."""
+    rows = []
+    for base in (Run(), Run(updates=4), Run(algorithm=UNCAPPED), Run(algorithm=BLIND)):
+        rows.append(Row("off", base, seeds))
+        rows += [
+            Row(label, replace(base, staleness=s, gac=gac, lr_staleness=divisor), seeds)
+            for s in staleness
+            for label, (divisor, gac) in STEADIED.items()
+        ]
+    return rows
+
+
 def search(seeds: Sequence[int]) -> list[Row]:
     """Build the rows of the search. At staleness 8 and 16: thresholds, placement, skips, with and without a ratio; at
     0: no control. The last rows use a batch with eight times the work, at 16, with a few of the controls."""
@@ -80,6 +95,14 @@ def confirmed(searched: Sequence[Row], reward_of: Callable[[Row], float], seeds:
     return [replace(row, seeds=seeds) for row in rows]
 
 
+ON = GAC(enabled=True)
+STEADIED: Mapping[str, tuple[LrStaleness, GAC]] = {
+    "off": ("none", GAC()),
+    "lr / sqrt(1 + s)": ("sqrt", GAC()),
+    "lr / (1 + s)": ("linear", GAC()),
+    "control": ("none", ON),
+    "control, lr / sqrt(1 + s)": ("sqrt", ON),
+}
 SMALL = Run()
 _CALIBRATED = ARMS["calibrated"]
 SEARCHED: Mapping[str, GAC] = {

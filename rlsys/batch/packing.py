@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.prefix_tree import num_reused_of, num_run
-from rlsys.types import Group, SampleMeta
+from rlsys.types import Group, PolicyVersion, SampleMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class RankPlan:
     partners: tuple[int | None, ...]
     """Per group: the group whose first prompt precedes its samples in mismatched pairs. None if all other groups have
     the same first prompt."""
+    staleness: float = 0.0
+    """Mean number of weight versions since the tokens of the step were sampled."""
 
     @property
     def micro_batches(self) -> list[MicroBatchPlan]:
@@ -74,8 +76,9 @@ def plan_batch(
     num_updates: int = 1,
     has_pairs: bool = False,
     pair_cost: float = 0.0,
+    version: PolicyVersion = 0,
 ) -> BatchPlan:
-    """Plan a step.
+    """Plan a step that starts from the weights of `version`.
 
     `assigned[i]` are the advantages of `groups[i]`. The groups with something to train are cut, in order, into
     `num_updates` runs of nearly equally many groups, or into single groups if there are fewer. Within an update,
@@ -98,7 +101,15 @@ def plan_batch(
     runs = _runs(trained, num_updates)
     updates = [_update(run, aggregation, num_ranks, max_tokens, prompts, pair_cost) for run in runs]
     num_tokens = sum(sample.meta.num_trained for samples in trained for sample in samples)
-    return tuple(RankPlan(of_rank, num_tokens, partners) for of_rank in zip(*updates, strict=True))
+    staleness = mean_staleness(groups, version)
+    return tuple(RankPlan(of_rank, num_tokens, partners, staleness) for of_rank in zip(*updates, strict=True))
+
+
+def mean_staleness(groups: Sequence[Group], version: PolicyVersion) -> float:
+    """Return the mean number of weight versions between the sampling of a token and `version`; at least 0."""
+    spans = [span for group in groups for span in group.versions]
+    num_tokens = sum(span.num_tokens for span in spans)
+    return max(0.0, sum((version - span.version) * span.num_tokens for span in spans) / num_tokens) if spans else 0.0
 
 
 def num_trained(group: Group, assigned: Sequence[TrajectoryAdvantage]) -> int:

@@ -294,6 +294,8 @@ ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
 matrix products and of attention; all but the layer's input."""
 GatherWeights: TypeAlias = Literal["micro_batch", "update"]
 """How long gathered weights, and the gradient that is not yet summed over ranks, are kept."""
+LrStaleness: TypeAlias = Literal["none", "sqrt", "linear"]
+"""What divides the learning rate for the age of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +328,9 @@ class TrainSection(Section):
     """Learning rate of the last step over `lr`, reached by `lr_schedule` after the warm-up; 1 keeps it constant."""
     lr_schedule: Literal["linear", "cosine"] = "linear"
     """Way from `lr` to `final_lr_fraction` of it after the warm-up: a line, or half a cosine."""
+    lr_staleness: LrStaleness = "none"
+    """Divisor of the policy's learning rate for the age of samples, s versions on average over the tokens of the step:
+    `none`; `sqrt`: the root of 1 + s; `linear`: 1 + s."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: NonNegativeFloat = 0.0

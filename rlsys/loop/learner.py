@@ -47,9 +47,15 @@ class BatchShape:
     """Divisor, in tokens, of a sample's loss sum for an algorithm that averages over a budget and sets none."""
 
     def plan(
-        self, groups: Sequence[Group], assigned: Assigned, algorithm: Algorithm, pair_cost: float = 0.0
+        self,
+        groups: Sequence[Group],
+        assigned: Assigned,
+        algorithm: Algorithm,
+        version: PolicyVersion,
+        pair_cost: float = 0.0,
     ) -> BatchPlan:
-        """Plan the micro-batches of a step, given the advantages `assigned` to its groups: see `plan_batch`."""
+        """Plan the micro-batches of a step from `version`, given the advantages `assigned` to its groups: see
+        `plan_batch`."""
         return plan_batch(
             groups,
             assigned,
@@ -59,6 +65,7 @@ class BatchShape:
             num_updates=self.num_updates,
             has_pairs=any(signal.is_paired for signal in algorithm.signals),
             pair_cost=pair_cost,
+            version=version,
         )
 
 
@@ -147,7 +154,7 @@ class Learner:
         settled = self.algorithm.finalize_advantages(groups, self.past)
         if not any(num_trained(*pair) for pair in zip(groups, settled.groups, strict=True)):
             raise NoSignal(f"of a step of {len(groups)} groups nothing is left to train once advantages are settled")
-        plan = self.shape.plan(groups, settled.groups, self.algorithm, self.workers.actor.pair_cost)
+        plan = self.shape.plan(groups, settled.groups, self.algorithm, version, self.workers.actor.pair_cost)
         models = self.workers.models
         with self.span("fetch", models):
             await _all(model.fetch(groups, plan) for model in models.values())

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from math import ceil
 from statistics import fmean, pstdev
 
+from rlsys.batch.packing import mean_staleness
 from rlsys.contracts import Busy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import StepResult, merge_metrics
@@ -215,7 +216,7 @@ def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: GroupQueu
         by_bucket[STALENESS_BUCKETS[min(staleness, len(STALENESS_BUCKETS) - 1)]] += count
     return {
         **{f"async/staleness/{name}": count / total for name, count in by_bucket.items()},
-        "async/staleness_mean": sum(s * n for s, n in tokens) / total,
+        "async/staleness_mean": mean_staleness(groups, version),
         "async/staleness_max": max((s for s, _ in tokens), default=0),
         "async/target_staleness": queue.permits_at(queue.version) / queue.groups_per_step - 1,
         "async/dropped": queue.dropped.total(),

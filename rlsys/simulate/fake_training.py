@@ -144,7 +144,8 @@ class FakeActor(_FakeModel):
             self.world.weights = hash((self.world.weights, group.group_id, group.task_id, rewards, spans))
             self.world.consumed[group.task_id] += 1
             self.world.trained.append((self.version, group))
-        metrics = {"loss": self.world.weights % 1000 / 7, **self.world.steer(self.version, len(plan[0].updates))}
+        steered = self.world.steer(self.version, len(plan[0].updates), plan[0].staleness)
+        metrics = {"loss": self.world.weights % 1000 / 7, **steered}
         self.last_step = (plan, columns)
         self._end_step()
         self.num_seen += self.world.synchronous_steps > 0 and self.world.trains_policy(self.num_steps)

@@ -85,7 +85,7 @@ class FakeWorld:
     """Scores of a group, instead of `reward`."""
     play: Callable[[Assignment, int, Spans, str], Awaitable[Episode]] = three_tokens
     """Produces an episode of a group from its index, its versions and the name of its replica."""
-    steer: Callable[[PolicyVersion, int], Mapping[str, float]] = lambda version, num_updates: {}
+    steer: Callable[[PolicyVersion, int, float], Mapping[str, float]] = lambda version, num_updates, staleness: {}
     """Metrics of the stabilizer in the step from a version, with that many updates."""
     rollout_faults: Mapping[int, Fault] = field(default_factory=dict)
     """Fault of the n-th rollout call, from 0, over all replicas."""

@@ -186,12 +186,12 @@ class Steering:
     before: Gradients = field(default_factory=dict)
     """Gradients of the previous update."""
 
-    def __call__(self, version: PolicyVersion, num_updates: int) -> Mapping[str, float]:
+    def __call__(self, version: PolicyVersion, num_updates: int, staleness: float) -> Mapping[str, float]:
         metrics: dict[str, float] = {}
         for _ in range(num_updates):
             self.latest = self.make(version)
             squared_norm = sum(float((g * g).sum()) for g in self.latest.values())
-            steered = self.stabilizer.steer(self.latest, squared_norm, alone)
+            steered = self.stabilizer.steer(self.latest, squared_norm, alone, staleness)
             metrics |= steered.metrics
             if not steered.is_skipped:
                 metrics |= self.stabilizer.correct(self, alone)

@@ -52,7 +52,7 @@ def steered(ranks: RankGroup) -> list[tuple[Mapping[str, float], dict[str, Tenso
     for step in range(3):
         mine = shards(step)
         squares = float(ranks.sum(torch.stack([*squared_norms(mine).values()]).sum()))
-        done.append((stabilizer.steer(mine, squares, counted).metrics, mine))
+        done.append((stabilizer.steer(mine, squares, counted, 1.0).metrics, mine))
     assert sizes == [1, 1, 1]
     return done
 
@@ -71,13 +71,14 @@ def test_gac_on_two_sharded_ranks_equals_gac_on_one(two_ranks: JoinedRanks) -> N
 def trained(
     model_path: str, config: GAC | None, num_steps: int, load: Path | None, save: Path, ranks: RankGroup
 ) -> list[dict[str, float]]:
+    """Metrics of steps on the same samples, whose gradients are aligned."""
     backend = FsdpBackend(model_path, SETTINGS, ranks)
     stabilizer = config.start(backend.shards()) if config else None
     if load:
         backend.load(load, stabilizer)
     metrics = []
     for _ in range(num_steps):
-        plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN)
+        plan, payloads = planned(0, ranks.num_ranks, PLAIN)
         mine = plan[ranks.rank]
         metrics.append(backend.train_step(mine, data_of(payloads), PLAIN, distribution=SAMPLED, stabilizer=stabilizer))
     backend.save(save, stabilizer).wait()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, get_cosi
 
 from benchmarks.measure import in_fresh_process
 from rlsys.algorithm import Algorithm
+from rlsys.config import Config
 from rlsys.config.schema import ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
@@ -37,7 +38,7 @@ from tests.training import (
 )
 from workers.train.fsdp import FsdpBackend
 from workers.train.model_loading import load_model
-from workers.train.optimizer import OptimizerSettings, learning_rate
+from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, learning_rate, optimizer_settings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import BIN_WIDTH
 from workers.transport.buckets import PartLayout, ReceivedWeights
@@ -372,3 +373,29 @@ def test_a_cosine_schedule_is_that_of_transformers(warmup_steps: int, decay_step
     ours = [learning_rate(step, settings) for step in range(warmup_steps, total)]
     assert ours == pytest.approx([theirs(step) for step in range(warmup_steps, total)])
     assert learning_rate(total, settings) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("divisor", "by"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_samples_three_versions_old_divide_the_learning_rate(
+    divisor: Literal["none", "sqrt", "linear"], by: float, model_path: str
+) -> None:
+    plan, payloads = planned(0, 1, PLAIN)
+
+    def trained(settings: OptimizerSettings, staleness: float) -> tuple[float, dict[str, Tensor]]:
+        backend = FsdpBackend(model_path, settings, RankGroup())
+        old = replace(plan[0], staleness=staleness)
+        metrics = backend.train_step(old, data_of(payloads), PLAIN, distribution=Distribution(0.9))
+        return metrics["optim/lr"], backend.full_weights(torch.float32)
+
+    lr, weights = trained(replace(SETTINGS, lr_staleness=divisor), 3.0)
+    expected_lr, expected = trained(replace(SETTINGS, lr=SETTINGS.lr / by), 0.0)
+    assert lr == pytest.approx(expected_lr)
+    assert_close(weights, expected)
+
+
+def test_the_age_of_samples_divides_the_learning_rate_of_the_policy_alone() -> None:
+    config = Config.load(
+        [], ["model.path=m", "data.path=d", "reward.fn=f.py:f", "run.steps=3", "train.lr_staleness=sqrt"]
+    )
+    assert optimizer_settings(config).lr_staleness == "sqrt"
+    assert critic_optimizer_settings(config).lr_staleness == "none"

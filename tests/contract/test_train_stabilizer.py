@@ -34,7 +34,9 @@ class Quiet:
     def end_step(self) -> None:
         pass
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         return GradientDecision()
 
     def correct(self, updates: Updates, all_reduce: AllReduce) -> Mapping[str, float]:
@@ -50,7 +52,9 @@ class Quiet:
 class Halve(Quiet):
     """Halves gradients, and counts their elements over all ranks."""
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         for gradient in gradients.values():
             gradient.mul_(0.5)
         count = all_reduce({name: torch.tensor(g.numel()) for name, g in gradients.items()}).item()
@@ -85,7 +89,9 @@ class SkipOdd(Quiet):
     def __init__(self) -> None:
         self.num_seen = self.num_corrected = 0
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         self.num_seen += 1
         return GradientDecision(is_skipped=self.num_seen % 2 == 1, metrics={"stabilizer/seen": self.num_seen})
 
@@ -101,7 +107,9 @@ class Remember(Quiet):
         self.last = {name: torch.zeros_like(shard) for name, shard in shapes.items()}
         self.num_seen = torch.zeros((), dtype=torch.int64)
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         for name, gradient in gradients.items():
             self.last[name].copy_(gradient)
         self.num_seen += 1
@@ -214,7 +222,9 @@ def test_pieces_of_a_large_parameter_are_added_in_place() -> None:
 class Refuses(Quiet):
     """Is never to see a gradient that is not finite; makes one where there is none."""
 
-    def steer(self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce) -> GradientDecision:
+    def steer(
+        self, gradients: Gradients, squared_norm: float, all_reduce: AllReduce, staleness: float
+    ) -> GradientDecision:
         assert isfinite(squared_norm)
         next(iter(gradients.values())).fill_(torch.inf)
         return GradientDecision(is_edited=True)

@@ -135,7 +135,9 @@ def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> tuple
     for step in recording.steps:
         groups = recording.rollouts(step)
         cost = models.policy.pair_cost if ranks.num_ranks > 1 else 0.0
-        plan = job.shape.plan([g.group for g in groups], [g.assigned for g in groups], job.config.algorithm, cost)
+        plan = job.shape.plan(
+            [g.group for g in groups], [g.assigned for g in groups], job.config.algorithm, step - 1, cost
+        )
         if stop is not None and step == recording.step:
             stop(step, plan, groups, models.policy)
         columns = [{Signal(name): rows for name, rows in group.columns.items()} for group in groups]
@@ -249,6 +251,7 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
         num_ranks=1,
         max_tokens=1,  # one sample per micro-batch
         num_updates=failed.num_updates,
+        version=failed.version,
     )[0]
     is_critic = failed.model == "critic"
     critic = _critic(config, folder, device) if Signal.VALUES in failed.signals else None

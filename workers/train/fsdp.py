@@ -150,7 +150,11 @@ class FsdpBackend(Sharded):
         means = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
         if stabilizer:
             stabilizer.end_step()
-        metrics = {"loss": means.pop("loss"), "optim/grad_norm": means.pop("grad_norm"), "optim/lr": self.lr}
+        metrics = {
+            "loss": means.pop("loss"),
+            "optim/grad_norm": means.pop("grad_norm"),
+            "optim/lr": self.lr(plan.staleness),
+        }
         metrics |= {**means, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
         metrics |= self._replay.reduced(self._ranks) if self._replay else {}
         self.end_step()

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlsys.config import Config
+    from rlsys.config.schema import LrStaleness
     from rlsys.stabilizer import Gradients
+
+
+STALENESS_POWERS: Mapping[LrStaleness, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+"""Power of 1 + s that divides the learning rate of a step whose samples are s versions old."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +35,23 @@ class OptimizerSettings:
     warmup_steps: int = 0
     total_steps: int
     final_lr_fraction: float = 1.0
-    lr_schedule: Literal["linear", "cosine"] = "linear"
     """Final learning rate as a fraction of the peak; 1 keeps it constant."""
+    lr_schedule: Literal["linear", "cosine"] = "linear"
+    lr_staleness: LrStaleness = "none"
 
 
-def learning_rate(step: int, settings: OptimizerSettings) -> float:
+def learning_rate(step: int, settings: OptimizerSettings, staleness: float = 0.0) -> float:
     """Learning rate of optimizer step `step`, counted from 0: up over `warmup_steps`, then down to the end, linearly or
-    by half a cosine (SGDR without restarts, arXiv:1608.03983, eq. 5).
+    by half a cosine (SGDR without restarts, arXiv:1608.03983, eq. 5); then divided for the age of the samples.
 
-    It depends only on the step, so a resumed run needs no scheduler state.
+    With `lr_staleness`, samples that are s = `staleness` versions old divide it by 1 + s or its root (Zhang et al.,
+    arXiv:1511.05950, divide by s). It depends only on the step and its samples, so a resumed run needs no
+    scheduler state.
     """
+    return _scheduled(step, settings) / (1 + staleness) ** STALENESS_POWERS[settings.lr_staleness]
+
+
+def _scheduled(step: int, settings: OptimizerSettings) -> float:
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     decay_steps = max(1, settings.total_steps - settings.warmup_steps)
@@ -61,12 +73,14 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
         total_steps=config.run.steps,
         final_lr_fraction=train.final_lr_fraction,
         lr_schedule=train.lr_schedule,
+        lr_staleness=train.lr_staleness,
     )
 
 
 def critic_optimizer_settings(config: Config) -> OptimizerSettings:
-    """The critic's optimizer settings: those of the policy except for the learning rate."""
-    return replace(optimizer_settings(config), lr=config.critic.lr or 10 * config.train.lr)
+    """The critic's optimizer settings: those of the policy except for the learning rate, which no age divides, because
+    returns are regressed on whatever sampled them."""
+    return replace(optimizer_settings(config), lr=config.critic.lr or 10 * config.train.lr, lr_staleness="none")
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -69,9 +69,9 @@ class Sharded:
         updates."""
         return int(self._step)
 
-    @property
-    def lr(self) -> float:
-        return learning_rate(self.step, self._settings)
+    def lr(self, staleness: float) -> float:
+        """Learning rate of the next step, whose tokens are so many versions old on average."""
+        return learning_rate(self.step, self._settings, staleness)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Live trained parameters by name, tied ones once; those of a sharded model are `DTensor`s."""
@@ -107,8 +107,9 @@ class Sharded:
                     loss += accumulate(part)
             except torch.OutOfMemoryError as error:
                 raise _lack_of_memory(what + step.update_name(index), part, index, error) from error
-            for name, figure in self.update(loss, what + step.update_name(index), index, stabilizer).items():
-                reported.setdefault(name, []).append(figure)
+            name, staleness = what + step.update_name(index), step.plan.staleness
+            for metric, figure in self.update(loss, name, index, stabilizer, staleness).items():
+                reported.setdefault(metric, []).append(figure)
         return {name: fmean(figures) for name, figures in reported.items()}
 
     def end_step(self) -> None:
@@ -116,8 +117,11 @@ class Sharded:
         self._state_writer.wait_copied()
         self._step += 1
 
-    def update(self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None) -> dict[str, float]:
-        """Take update number `index` of the step with the current gradients. `loss` is this rank's share of its loss.
+    def update(
+        self, loss: Tensor, what: str, index: int, stabilizer: Stabilizer | None = None, staleness: float = 0.0
+    ) -> dict[str, float]:
+        """Take update number `index` of the step with the current gradients. `loss` is this rank's share of its loss;
+        `staleness` is `RankPlan.staleness`.
 
         Returns `loss`, `grad_norm` (after the stabilizer, before clipping) and the stabilizer's metrics.
         Raises `TrainingError`, which calls the update `what`, on all ranks and before any change, if the loss or the
@@ -128,7 +132,7 @@ class Sharded:
         gradients, all_reduce = local_gradients(self._module), self._sum
         total, squares = self._ranks.sum(loss.double()).item(), all_reduce(squared_norms(gradients)).item()
         _check_finite({"loss": total, "grad_norm": squares}, what, index)
-        steered = stabilizer.steer(gradients, squares, all_reduce) if stabilizer else GradientDecision()
+        steered = stabilizer.steer(gradients, squares, all_reduce, staleness) if stabilizer else GradientDecision()
         if steered.is_edited:
             squares = all_reduce(squared_norms(gradients)).item()
             _check_finite({f"grad_norm after {type(stabilizer).__name__}": squares}, what, index)
@@ -138,7 +142,7 @@ class Sharded:
             return figures
         clip(gradients, norm, self._settings.clip_norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.lr(staleness)
         if stabilizer:
             figures |= stabilizer.correct(AdamUpdates(self.parameters(), self._optimizer), all_reduce)
         self._optimizer.step()

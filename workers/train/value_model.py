@@ -138,7 +138,11 @@ class CriticBackend(Sharded):
             return share.detach()
 
         means = self.train(step, step.shaped(), accumulate, what="the critic's ")
-        metrics = {"critic/loss": means["loss"], "critic/grad_norm": means["grad_norm"], "critic/lr": self.lr}
+        metrics = {
+            "critic/loss": means["loss"],
+            "critic/grad_norm": means["grad_norm"],
+            "critic/lr": self.lr(plan.staleness),
+        }
         metrics |= {**totals.reduced(self._ranks, plan.num_tokens), **fit.reduced(self._ranks)}
         self.end_step()
         return metrics

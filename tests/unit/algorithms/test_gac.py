@@ -20,25 +20,25 @@ from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.stabilizer import CHUNK, GradientDecision, alone
 
 ON = GAC(enabled=True, c_low=0.05, c_high=0.7, update_every=1)
-SKIPPING = GAC(enabled=True, c_low=0.05, c_high=0.3, update_every=1)
+SKIPPING = GAC(enabled=True, c_low=0.05, c_high=0.3, max_skips=1, update_every=1)
 
 
 def started(config: GAC, like: Mapping[str, Tensor]) -> Alignment:
     return config.start(like)
 
 
-def steer_all(stabilizer: Alignment, gradients: dict[str, Tensor]) -> GradientDecision:
+def steer_all(stabilizer: Alignment, gradients: dict[str, Tensor], staleness: float = 1.0) -> GradientDecision:
     """As the only update of a step."""
     squares = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
-    steered = stabilizer.steer(gradients, squares, alone)
+    steered = stabilizer.steer(gradients, squares, alone, staleness)
     stabilizer.end_step()
     return steered
 
 
-def steer(stabilizer: Alignment, *values: float) -> tuple[list[float], GradientDecision]:
+def steer(stabilizer: Alignment, *values: float, staleness: float = 1.0) -> tuple[list[float], GradientDecision]:
     """What becomes of a gradient of one parameter, `w`."""
     gradients = {"w": torch.tensor(values)}
-    steered = steer_all(stabilizer, gradients)
+    steered = steer_all(stabilizer, gradients, staleness)
     return gradients["w"].tolist(), steered
 
 
@@ -90,13 +90,24 @@ def test_projection_shortens_the_parallel_part_to_c_low() -> None:
     )
 
 
-def test_against_the_gradient_before_is_along_it_as_well() -> None:
+def test_a_gradient_against_the_one_before_is_left_alone() -> None:
+    """It corrects an overshoot."""
     stabilizer = started(ON, {"w": torch.zeros(2)})
     steer(stabilizer, 2.0, 0.0)
     gradient, steered = steer(stabilizer, -3.0, 4.0)
-    assert gradient == pytest.approx([-0.25, 4.0])
-    assert steered.metrics["gac/cosine"] == pytest.approx(-0.6)
-    assert steered.metrics["gac/cosine_after"] < 0
+    assert gradient == [-3.0, 4.0] and steered.metrics["gac/regime"] == Regime.SAFE
+    assert steered.metrics["gac/cosine"] == steered.metrics["gac/cosine_after"] == pytest.approx(-0.6)
+
+
+@pytest.mark.parametrize("config", [ON, SKIPPING, replace(ON, where="update")])
+def test_gradients_of_fresh_samples_are_left_alone(config: GAC) -> None:
+    stabilizer = started(config, {"w": torch.zeros(2)})
+    steer(stabilizer, 2.0, 0.0, staleness=0.0)
+    gradient, steered = steer(stabilizer, 3.0, 4.0, staleness=0.0)
+    assert gradient == [3.0, 4.0] and not steered.is_skipped
+    assert steered.metrics["gac/cosine"] == pytest.approx(0.6)
+    _, steered = steer(stabilizer, 3.0, 4.0, staleness=0.25)
+    assert steered.metrics["gac/regime"] > 0
 
 
 def test_a_safe_gradient_stays_bit_for_bit_the_same() -> None:
@@ -180,7 +191,7 @@ def test_projection_keeps_the_orthogonal_part_at_any_scale(
     along, along_before = gradient.double() @ unit, now.double() @ unit
     atol = 1e-5 * float(length) + 1e-6
     torch.testing.assert_close(gradient.double() - along * unit, now.double() - along_before * unit, rtol=0, atol=atol)
-    assert abs(along) <= max(c_low * length, abs(along_before) if metrics["gac/regime"] == 0 else 0) + atol
+    assert min(along_before, 0) - atol <= along <= max(c_low * length, 0) + atol
     assert abs(metrics["gac/cosine_after"]) <= abs(metrics["gac/cosine"]) + 1e-9
 
 
@@ -318,7 +329,7 @@ def test_thresholds_are_those_of_the_synchronous_stretch() -> None:
 
 
 def test_no_step_of_the_synchronous_stretch_would_have_been_skipped() -> None:
-    stabilizer = started(GAC(calibrate_steps=30), {"w": torch.zeros(2)})
+    stabilizer = started(GAC(calibrate_steps=30, max_skips=1), {"w": torch.zeros(2)})
     for gradient in turns(lambda i: 0.1 if i == 7 else torch.pi / 2, 30):
         steer(stabilizer, *gradient)
     _, steered = steer(stabilizer, 1.0, 0.0)

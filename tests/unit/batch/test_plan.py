@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, SampleRef, num_trained, plan_batch
-from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
+from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, VersionSpan, failed
 
 TOKENS = Aggregation()
 
@@ -304,3 +305,13 @@ def test_micro_batches_of_pairs_have_no_more_tokens_than_others(
         partners = {plan[0].partners[ref.group] for ref in batch.samples} - {None}
         prompts = [sample.num_prompt for p in partners if p is not None and (sample := first[p])]
         assert len(metas) == 1 or not prompts or sum(m.num_completion for m in metas) + sum(prompts) <= max_tokens
+
+
+def test_the_plan_tells_the_mean_age_of_the_tokens() -> None:
+    members = one(SampleMeta(3, 2, 2, 1))
+    groups = [
+        replace(group(0, members), versions=(VersionSpan(4, 1), VersionSpan(6, 3))),
+        replace(group(1, members), versions=(VersionSpan(7, 4),)),
+    ]
+    assert plan_of(groups, version=7)[0].staleness == (3 * 1 + 1 * 3 + 0 * 4) / 8
+    assert plan_of([group(0, members)], version=7)[0].staleness == 0.0

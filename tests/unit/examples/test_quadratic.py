@@ -70,16 +70,22 @@ def test_control_bounds_gradients_of_staleness_sixteen_that_otherwise_diverge() 
         assert controlled.final() < start
 
 
-def test_fresh_gradients_are_hardly_disturbed() -> None:
-    """Within 2 %, over three seeds."""
-    plain, controlled = (fmean(descend(0, c, seed=s).final() for s in range(3)) for c in (GAC(), CONTROL))
-    assert controlled == pytest.approx(plain, rel=0.02)
+@pytest.mark.parametrize("control", [CONTROL, GAC(enabled=True), GAC(enabled=True, max_skips=1)])
+def test_fresh_gradients_are_not_disturbed(control: GAC) -> None:
+    assert descend(0, control).losses == descend(0, GAC()).losses
+
+
+@pytest.mark.parametrize("control", [CONTROL, GAC(enabled=True)])
+def test_gradients_a_step_old_are_hardly_disturbed(control: GAC) -> None:
+    """Within 5 %, over three seeds; acting on opposed gradients as well trebled the loss."""
+    plain, controlled = (fmean(descend(1, c, seed=s).final() for s in range(3)) for c in (GAC(), control))
+    assert controlled == pytest.approx(plain, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_thresholds_calibrated_from_a_fresh_start_bound_stale_gradients(seed: int) -> None:
     """What users are told to do: synchronous steps first, 100 of them, then old gradients for a thousand."""
-    arms = (GAC(enabled=on, calibrate_steps=100) for on in (False, True))
+    arms = (GAC(enabled=on, calibrate_steps=100, max_skips=1) for on in (False, True))
     watched, controlled = (descend(16, arm, num_steps=1100, seed=seed) for arm in arms)
     assert watched.has_diverged
     assert watched.losses[:100] == controlled.losses[:100]
@@ -89,8 +95,7 @@ def test_thresholds_calibrated_from_a_fresh_start_bound_stale_gradients(seed: in
 
 def test_thresholds_of_a_fresh_start_leave_fresh_gradients_alone() -> None:
     plain, controlled = (descend(0, GAC(enabled=on, calibrate_steps=100)) for on in (False, True))
-    assert controlled.final() == pytest.approx(plain.final(), rel=0.01)
-    assert controlled.regimes.count(Regime.SAFE) > 0.98 * len(controlled.regimes)
+    assert controlled.losses == plain.losses
 
 
 def test_earlier_calibration_gives_weaker_control() -> None:
@@ -107,10 +112,10 @@ def test_watching_changes_nothing() -> None:
 
 def test_skipping_without_a_bound_never_ends() -> None:
     """Weights that stay give the same gradient again, which is skipped again: without noise, for ever."""
-    forever = descend(0, replace(CONTROL, max_skips=400), noise=0.0)
+    forever = descend(1, replace(CONTROL, max_skips=400), noise=0.0)
     assert forever.regimes[1:] == [Regime.SKIPPED] * 399
     assert len(set(forever.losses)) == 1
-    bounded = descend(0, CONTROL, noise=0.0)
+    bounded = descend(1, CONTROL, noise=0.0)
     assert bounded.losses[-1] < forever.losses[-1]
 
 

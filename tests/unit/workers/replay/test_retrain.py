@@ -112,7 +112,7 @@ class Run:
         payloads = [make(self.rng, 3) for make in (random_group, random_group, random_team)]
         groups = [group_of(10 * step + i, payload) for i, payload in enumerate(payloads)]
         assigned, algorithm = self.config.algorithm.finalize_advantages(groups, {}).groups, self.config.algorithm
-        plan = shape_of(self.config).plan(groups, assigned, algorithm)[0]
+        plan = shape_of(self.config).plan(groups, assigned, algorithm, self.backend.step)[0]
         rows = [self.rows(payload) for payload in payloads]
         data = StepData(payloads, [{Signal(name): column for name, column in of_group.items()} for of_group in rows])
         data = data.with_columns(self.columns(plan, data))
