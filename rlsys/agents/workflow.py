@@ -19,7 +19,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
@@ -50,6 +50,8 @@ class Workflow(Budget):
 
     answers: ClassVar[Answers] = "sampled"
     """Origin of the answers; an algorithm has to be made for it, see `Algorithm.answers`."""
+    loss_over: ClassVar[Literal["agents"] | None] = None
+    """Default of `algorithm.over` in a configuration with this workflow, for an algorithm that averages over tokens."""
     opens_with_prompt: ClassVar[bool] = False
     """True if the first prompt of an agent is that of the task. Then the prompts are checked before a run starts."""
 

@@ -110,6 +110,13 @@ class PluginKind(Generic[P]):
         refuse(chain.from_iterable(odd))
         return plugin
 
+    def chosen(self, section: object) -> type[P]:
+        """Load the class of a section. Raises `ConfigError` if there is none of its type."""
+        if isinstance(section, self.base):
+            return type(section)
+        name = section.get("type", self.default) if isinstance(section, Mapping) else section
+        return self.find(str(name))
+
     def written(self, plugin: P) -> dict[str, Any]:
         """Section that describes this plug-in: its type and every field."""
         fields = adapter(type(plugin)).dump_python(plugin, mode="json")

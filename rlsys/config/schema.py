@@ -54,6 +54,7 @@ from rlsys.config.sections import (
 )
 from rlsys.config.server_section import ServerSection
 from rlsys.data.row_adapters import Columns
+from rlsys.errors import ConfigError
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.types import Answers, Distribution, Sampling
@@ -665,6 +666,24 @@ class Config(Section):
     def samples_per_step(self) -> int:
         """Episodes of one step."""
         return self.train.groups_per_step * self.algorithm.group_size
+
+    @model_validator(mode="before")
+    @classmethod
+    def _averages_as_the_workflow_wants(cls, sections: object) -> object:
+        """Fill in `algorithm.over` by `Workflow.loss_over`, for a section that does not set it."""
+        if not isinstance(sections, Mapping):
+            return sections
+        rollout, chosen = sections.get("rollout"), sections.get("algorithm", {})
+        named = {"type": chosen} if isinstance(chosen, str) else chosen
+        if not (isinstance(rollout, Mapping) and isinstance(named, Mapping)) or "over" in named:
+            return sections
+        try:
+            over = WORKFLOWS.chosen(rollout.get("workflow", {})).loss_over
+            default = getattr(ALGORITHMS.chosen(named), "over", None)
+        except ConfigError:  # reported where the section is read
+            return sections
+        is_filled = over is not None and default == "tokens"
+        return {**sections, "algorithm": {**named, "over": over}} if is_filled else sections
 
     @field_validator("algorithm")
     @classmethod

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
 from rlsys.agents.tool_calls import spoken
-from rlsys.agents.tools import Toolbox
+from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.agents.workflows.tool_use import ToolNames, move, opened, toolbox_of
 from rlsys.errors import ToolError
@@ -32,19 +33,25 @@ class LeadSubagents(Workflow):
 
     A subagent that runs out of context or turns is truncated. A subagent whose tools raise `ToolError` fails, and is
     left out of training. In both cases the lead gets a note, and the episode goes on. A lead that still delegates in
-    its last turn is truncated.
+    its last turn is truncated. Every agent weighs the same in the loss, unless `algorithm.over` says otherwise.
     """
+
+    loss_over: ClassVar[Literal["agents"]] = "agents"
 
     max_subagents: PositiveInt = 10
     """Subagents per call; further tasks are refused."""
     max_subagents_in_all: PositiveInt = 100
     """Subagents per episode."""
+    max_depth: PositiveInt = 1
+    """Levels of subagents. Those above the last level have `delegate` beside their tools, and lead subagents of their
+    own."""
     max_lead_turns: PositiveInt = 10
     """Turns of the lead."""
     max_subagent_turns: PositiveInt = 20
     """Turns of each subagent."""
     tools: ToolNames = ()
-    """Tools of subagents, as `module:function`. The lead's only tool is `delegate`."""
+    """Tools of subagents, as `module:function`; none may be called `delegate` with `max_depth` above 1. The lead's only
+    tool is `delegate`."""
     lead_system: str = LEAD
     """System message of the lead."""
     subagent_system: str = SUBAGENT
@@ -56,13 +63,17 @@ class LeadSubagents(Workflow):
 
     async def run(self, session: Session) -> None:
         lead = session.agent("lead")
+        prompt = opened(self.lead_system, session.task.prompt)
+        await lead.use(prompt, Toolbox(self._delegation(session, lead)), max_turns=self.max_lead_turns)
+
+    def _delegation(self, session: Session, lead: Agent) -> Tool:
+        """The tool by which `lead` delegates."""
 
         async def delegate(tasks: list[str]) -> str:
             """Give each task to a subagent of its own. They work in parallel; returns their answers, in order."""
             return self.report(await self.delegate(session, lead, tasks))
 
-        prompt = opened(self.lead_system, session.task.prompt)
-        await lead.use(prompt, Toolbox(move(delegate)), max_turns=self.max_lead_turns)
+        return move(delegate)
 
     async def delegate(self, session: Session, lead: Agent, tasks: Sequence[str]) -> list[str]:
         """Run a subagent per task, and return each final reply, or the reason why there is none."""
@@ -82,8 +93,10 @@ class LeadSubagents(Workflow):
 
     async def work(self, session: Session, subagent: Agent, task: str) -> str:
         """Let one subagent do its task, and return its final reply without its thinking."""
-        prompt = opened(self.subagent_system, task)
-        return spoken(await subagent.use(prompt, self.toolbox(), max_turns=self.max_subagent_turns))
+        prompt, toolbox = opened(self.subagent_system, task), self.toolbox()
+        if len(subagent.path) < self.max_depth:
+            toolbox = Toolbox(*toolbox.tools.values(), self._delegation(session, subagent))
+        return spoken(await subagent.use(prompt, toolbox, max_turns=self.max_subagent_turns))
 
     def report(self, answers: Sequence[str]) -> str:
         """Write the answers as the result of `delegate`."""

@@ -273,6 +273,27 @@ def test_a_lead_reads_only_the_answers_of_its_subagents():
     assert '"double"' not in read(lead)
 
 
+def test_subagents_above_the_last_level_delegate_as_the_lead_does():
+    def reply(prompt: str) -> str:
+        asked = last(prompt)
+        if "Subagent" in asked:
+            return f"both: {asked.split()[2]}"
+        if "You lead" in prompt:
+            return call("delegate", tasks=["upper"])
+        return call("delegate", tasks=["a", "b"]) if "upper" in prompt else asked.upper()
+
+    deep = played(LeadSubagents(max_depth=2), TASK, reply)
+    assert [(t.agent, t.parent, said(t)[-1]) for t in deep.trajectories] == [
+        ("lead", None, "both: both:"),
+        ("subagent", 0, "both: A"),
+        ("subagent", 1, "A"),
+        ("subagent", 1, "B"),
+    ]
+    flat = played(LeadSubagents(), TASK, reply)
+    assert [(t.agent, t.parent) for t in flat.trajectories] == [("lead", None), ("subagent", 0)]
+    assert said(flat.trajectories[0])[-1] == "both: failed:"
+
+
 @dataclass
 class TogetherOnly(ScriptedPolicy):
     """Answers of subagents come only once two are asked: one after the other they would wait for ever."""

@@ -590,3 +590,16 @@ def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path, keys: list[s
     evaluated = ["eval.every=2", "eval.data={hard: hard.jsonl}", "checkpoint.keep_best=2", *keys]
     with pytest.raises(ConfigError, match=message):
         Config.load(write(tmp_path, MINIMAL), evaluated)
+
+
+def test_a_lead_and_subagents_weigh_the_same_unless_said_otherwise() -> None:
+    def over(*keys: str) -> str:
+        config = Config.load([], ["run.steps=10", "model.path=m", "data.path=d", "reward.fn=exact", *keys])
+        assert f"over: {config.algorithm.aggregation.over}" in config.to_yaml()
+        return config.algorithm.aggregation.over
+
+    lead = "rollout.workflow=lead_subagents"
+    assert over(lead) == over(lead, "algorithm=grpo") == over(lead, "algorithm.group_size=4") == "agents"
+    assert over(lead, "algorithm.type=aipo") == "agents"
+    assert over(lead, "algorithm.over=tokens") == over() == "tokens"
+    assert over(lead, "algorithm.type=dr_grpo") == "budget"
