@@ -29,7 +29,7 @@ QUADRATIC = {
     "none": GAC(),
     "projection": replace(CONTROL, max_skips=0),
     "projection and skips": CONTROL,
-    "calibrated, 100 steps": GAC(enabled=True, calibrate_steps=100),
+    "calibrated, 100 steps": GAC(enabled=True, calibrate_steps=100, max_skips=1),
 }
 
 
