@@ -798,6 +798,9 @@ class Config(Section):
         algorithm, asynchrony = info.data.get("algorithm"), info.data.get("asynchrony")
         if algorithm is not None:
             refuse(curation.problems(algorithm, asynchrony and asynchrony.max_staleness))
+        data = info.data.get("data")
+        if curation.follows_signal and data is not None and not data.sources:
+            raise nested([(("source_weights",), "there is one source of data: name several in data, or set fixed")])
         return curation
 
     @field_validator("eval")

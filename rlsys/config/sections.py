@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -61,6 +61,10 @@ class CurationSection(Section):
     """Most successes to store for groups in which all episodes fail, the newest of each task. A stored success within
     the staleness bound replaces one episode. The least recently stored or used task is evicted first. 0: none."""
 
+    source_weights: Literal["fixed", "signal"] = "fixed"
+    """`signal`: each source of data is drawn by its weight times its signal, the standard deviation of the rewards of a
+    group, over about the last 30 groups: most where half of the episodes succeed, least where all or none do."""
+
     @field_validator("success_within")
     @classmethod
     def _is_a_range(cls, within: tuple[float, float]) -> tuple[float, float]:
@@ -76,8 +80,13 @@ class CurationSection(Section):
 
     @property
     def needs_history(self) -> bool:
-        """True if a rule depends on success rates."""
-        return self.is_selective or self.fewer_above is not None
+        """True if a rule depends on earlier scores."""
+        return self.is_selective or self.fewer_above is not None or self.follows_signal
+
+    @property
+    def follows_signal(self) -> bool:
+        """True if the weights of sources follow what they teach."""
+        return self.source_weights == "signal"
 
     def problems(self, algorithm: Algorithm, max_staleness: int | None) -> list[Problem]:
         """Conflicts with the rest of the configuration; `max_staleness` None: unknown."""

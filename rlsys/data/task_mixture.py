@@ -30,12 +30,30 @@ class TaskMixture:
             for begin, by_name in sorted(weights.items())
         }
         self._drawn = dict.fromkeys(sources, 0)
+        self._owed = dict.fromkeys(sources, 0.0)
+        """Tasks by which a source was behind when the factors last changed."""
+        self._factors: Mapping[str, float] = dict.fromkeys(sources, 1.0)
 
     def __copy__(self) -> TaskMixture:
         """Share the tasks, but not the place in them."""
         other = TaskMixture({name: copy(source) for name, source in self._sources.items()}, self._stages)
-        other._drawn = dict(self._drawn)
+        other._drawn, other._owed, other._factors = dict(self._drawn), dict(self._owed), self._factors
         return other
+
+    def multiply(self, factors: Mapping[str, float]) -> None:
+        """Multiply the weights of all sources by factors above 0, from the next task on. A source that is behind stays
+        so, however often factors change."""
+        if factors != self._factors:
+            self._owed = {name: self._behind(name, sum(self._drawn.values())) for name in self._sources}
+            self._drawn = dict.fromkeys(self._sources, 0)
+            self._factors = dict(factors)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Shares of the sources for the next task, by name."""
+        stage, factors = self._weights, self._factors
+        total = sum(stage[name] * factors[name] for name in self._sources)
+        return {name: stage[name] * factors[name] / total for name in self._sources}
 
     def __len__(self) -> int:
         """Number of tasks of all sources together."""
@@ -59,6 +77,7 @@ class TaskMixture:
         task = self._sources[name].next()
         if self._num_drawn in self._stages:
             self._drawn = dict.fromkeys(self._sources, 0)
+            self._owed = dict.fromkeys(self._sources, 0.0)
         return task
 
     def at(self, cursor: Cursor) -> Task:
@@ -69,13 +88,18 @@ class TaskMixture:
 
     def state(self) -> TasksState:
         """Return the state for a checkpoint."""
-        weights = self._weights
-        return TasksState(
-            sources={
-                name: SourceState(source.fingerprint, source.cursor, self._drawn[name], weights[name])
-                for name, source in self._sources.items()
-            }
-        )
+        saved = {
+            name: SourceState(
+                fingerprint=source.fingerprint,
+                cursor=source.cursor,
+                num_drawn=self._drawn[name],
+                weight=self._weights[name],
+                owed=self._owed[name],
+                factor=self._factors[name],
+            )
+            for name, source in self._sources.items()
+        }
+        return TasksState(sources=saved)
 
     def restore(self, state: TasksState) -> list[str]:
         """Move to a state. Returns what has changed since: sources that begin, and weights.
@@ -107,6 +131,8 @@ class TaskMixture:
                 notes.append(f"the source {name} has weight {weights[name]:.3g}, before {saved.weight:.3g}")
         is_same = not notes
         self._drawn = {name: state.sources[name].num_drawn if is_same else 0 for name in self._sources}
+        self._owed = {name: state.sources[name].owed if is_same else 0.0 for name in self._sources}
+        self._factors = {name: state.sources[name].factor if is_same else 1.0 for name in self._sources}
         return notes
 
     @property
@@ -116,12 +142,13 @@ class TaskMixture:
 
     @property
     def _weights(self) -> Mapping[str, float]:
-        """Shares of the sources for the next task."""
+        """Configured shares of the sources for the next task."""
         return self._stages[max(begin for begin in self._stages if begin <= self._num_drawn)]
 
     def _next_source(self) -> str:
         weights, num = self._weights, sum(self._drawn.values()) + 1
-        return max(
-            (name for name in self._sources if weights[name] > 0),
-            key=lambda name: weights[name] * num - self._drawn[name],
-        )
+        return max((name for name in self._sources if weights[name] > 0), key=lambda name: self._behind(name, num))
+
+    def _behind(self, name: str, num: int) -> float:
+        """Tasks that a source lacks of its share of the first `num` since the factors last changed."""
+        return self._owed[name] + self.shares[name] * num - self._drawn[name]

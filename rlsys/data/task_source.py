@@ -40,7 +40,11 @@ class SourceState:
     num_drawn: int
     """Tasks drawn since sources or weights last changed."""
     weight: float
-    """Share of the tasks."""
+    """Configured share of the tasks."""
+    owed: float = 0.0
+    """Tasks by which it was behind its share then."""
+    factor: float = 1.0
+    """See `TaskMixture.multiply`."""
 
 
 @dataclass(frozen=True, slots=True)

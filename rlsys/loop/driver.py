@@ -525,7 +525,7 @@ class Driver:
         metrics = step_metrics(result, version, self.queue, self._clock)
         if self.repacker:
             metrics["async/moved"] = self.repacker.num_moved
-        metrics |= {**self._curation.metrics(), **self.weights.metrics}
+        metrics |= {**self.queue.ledger.metrics(), **self.weights.metrics}
         self._version, self._num_deaths = version + 1, 0
         self.events.emit(StepDone(version + 1, metrics, tuple(group.group_id for group in groups)))
         return tasks

@@ -9,6 +9,7 @@ therefore consumes the same multiset of tasks as an uninterrupted one.
     a task that mostly succeeds gets fewer episodes                           `fewer_above`
     a task that nearly always succeeds or fails is skipped for a while        `success_within`, `look_again`
     a stored success replaces one episode of a group without a success        `stored_successes`
+    sources of data are drawn by what their groups teach                      `source_weights`
 
 Its decisions use the groups that were scored, and trained or dropped, when the newest step was published. With
 `max_staleness: 0` all issued groups are settled before the next step, so decisions do not depend on timing. A reissued
@@ -25,13 +26,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from statistics import pstdev
 
 from rlsys.config.sections import CurationSection, fewer
 from rlsys.contracts import Graft
+from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import Cursor, SourceState, Tasks, TasksState
 from rlsys.errors import RunAborted
 from rlsys.types import Assignment, Group, PolicyVersion, Task
 from rlsys.util.seeds import group_seed
+
+SIGNAL_GROUPS = 30
+"""Groups over which the signal of a source is averaged."""
+FIRST_GROUPS = 4
+"""Groups of a source before its signal counts."""
+LEAST_FACTOR = 0.1
+"""Least factor of the weight of a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,22 @@ class TallyUpdate:
     task_id: str
     num_successes: int
     num_episodes: int
+    source: str = ""
+    signal: float = 0.0
+    """Standard deviation of its rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSignal:
+    """What the groups of a source taught: the mean of their signals, of which the newest weigh most."""
+
+    signal: float = 0.0
+    num_groups: int = 0
+
+    def then(self, signal: float) -> SourceSignal:
+        """The signal after one more group: a mean of the first `SIGNAL_GROUPS`, exponential from there on."""
+        num = self.num_groups + 1
+        return SourceSignal(self.signal + (signal - self.signal) / min(num, SIGNAL_GROUPS), num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +95,8 @@ class CurriculumState:
     """By id of a group that is not settled."""
     settled: list[TallyUpdate] = field(default_factory=list)
     """Counts of groups settled since the newest step was published."""
+    signals: dict[str, SourceSignal] = field(default_factory=dict)
+    """By source of data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +164,10 @@ class Curriculum:
         rewards = group.rewards()
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
-            self._history.scored[group.group_id] = TallyUpdate(group.task_id, num_successes, len(rewards))
+            signal = pstdev(rewards.values()) if len(rewards) > 1 else 0.0
+            self._history.scored[group.group_id] = TallyUpdate(
+                group.task_id, num_successes, len(rewards), group.source, signal
+            )
         if self.rules.stored_successes and rewards:
             best = max(rewards, key=lambda episode: rewards[episode])
             if self._is_success(rewards[best]):
@@ -194,8 +225,22 @@ class Curriculum:
             before = tallies.get(new.task_id, Tally(0, 0))
             num_successes = before.num_successes + new.num_successes
             tallies[new.task_id] = Tally(num_successes, before.num_episodes + new.num_episodes)
+        if self.rules.follows_signal:
+            signals = self._history.signals
+            for new in sorted(self._history.settled, key=lambda settled: settled.signal):  # not as they happened to end
+                signals[new.source] = signals.get(new.source, SourceSignal()).then(new.signal)
         self._history.settled.clear()
         self._moment += 1
+
+    def factors(self, sources: Iterable[str]) -> dict[str, float]:
+        """Return the factors of the weights of sources: the signal of each over the largest, at least `LEAST_FACTOR`,
+        so that none is lost sight of; 1 for one of fewer than `FIRST_GROUPS` groups."""
+        known = {name: found for name, found in self._history.signals.items() if found.num_groups >= FIRST_GROUPS}
+        largest = max((found.signal for found in known.values()), default=0.0)
+        return {
+            name: max(LEAST_FACTOR, known[name].signal / largest) if name in known and largest else 1.0
+            for name in sources
+        }
 
     # ----------------------------------------------------------------------------------------------- metrics and state
 
@@ -318,6 +363,19 @@ class Ledger:
             self.drop(group_id)
             self.num_consumed += 1
         self.curation.publish()
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Let the weights of the sources follow what they teach, if the rules say so."""
+        if self.curation.rules.follows_signal and isinstance(self.source, TaskMixture):
+            self.source.multiply(self.curation.factors(self.source.shares))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of curation, by full metric name."""
+        found = self.curation.metrics()
+        if self.curation.rules.follows_signal and isinstance(self.source, TaskMixture):
+            found |= {f"curation/share/{name}": share for name, share in self.source.shares.items()}
+        return found
 
     def drop(self, group_id: int) -> None:
         """Settle a group that was trained or dropped. Raises `KeyError` if it is not open."""
@@ -346,5 +404,6 @@ class Ledger:
         self.next_group_id, self.num_consumed = state.next_group_id, state.num_consumed
         self.open = {e.group_id: e for e in state.pending if e.group_id in finished}
         self.curation.restore(state.curation, finished)
+        self._weigh()
         self._again = [(e.group_id, e) for e in state.pending if e.group_id not in finished]  # sorted, so a heap
         return notes

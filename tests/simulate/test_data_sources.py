@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from rlsys.contracts import GroupScores
 from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import TaskSource
-from rlsys.monitoring.events import DataChanged
-from rlsys.testing import FakeRun, run_virtual
+from rlsys.monitoring.events import DataChanged, GroupIssued
+from rlsys.testing import FakeRewards, FakeRun, FakeWorld, run_virtual
 from rlsys.testing.fake_run import go_on
-from rlsys.types import Task
+from rlsys.types import Group, Score, Task
 from tests.simulate.world import StopAfter
 
 
@@ -58,3 +62,55 @@ def test_a_source_that_is_added_at_a_resume_is_said_and_begins_at_its_beginning(
     fresh = run_on(tmp_path / "alone", c=1.0)
     fresh.train()
     assert own and own == trained(fresh)[: len(own)]
+
+
+class BySource(FakeRewards):
+    """Of `solved` every episode succeeds, of `hopeless` none, of `mixed` half of them."""
+
+    async def score(self, task: Task, group: Group) -> GroupScores:
+        scored = await super().score(task, group)
+        known = {"solved": 1.0, "hopeless": 0.0}
+        rewards = (known.get(task.source, float(episode % 2)) for episode in range(len(scored.scores)))
+        return replace(scored, scores=tuple(Score(reward) for reward in rewards))
+
+
+def following(folder: Path) -> FakeRun:
+    names = ("solved", "hopeless", "mixed")
+    sources = {
+        name: TaskSource([Task(id=f"{name}/{i}", prompt=f"{i}", source=name) for i in range(9)], seed=3)
+        for name in names
+    }
+    world = FakeWorld()
+    return FakeRun(
+        folder,
+        world,
+        tasks=TaskMixture(sources, {0: dict.fromkeys(names, 1.0)}),
+        workers=replace(world.workers(), rewards=BySource(world)),
+        run={"steps": 12},
+        train={"groups_per_step": 4},
+        checkpoint={"every": 1},
+        curation={"source_weights": "signal"},
+        data={"path": "", "sources": [{"path": f"{name}.jsonl"} for name in names]},
+    )
+
+
+def test_weights_follow_what_a_source_teaches_and_lose_sight_of_none(tmp_path: Path):
+    run = following(tmp_path)
+    run.train()
+    last = run.metrics[-1]
+    shares = {name: last[f"curation/share/{name}"] for name in ("mixed", "solved", "hopeless")}
+    assert shares == pytest.approx({"mixed": 10 / 12, "solved": 1 / 12, "hopeless": 1 / 12})
+    assert run.metrics[0]["curation/share/mixed"] == 1 / 3
+    issued = [event.task_id.partition("/")[0] for event in run.recorder.of(GroupIssued)]
+    assert {"solved", "hopeless"} <= set(issued[-16:]) and issued[-16:].count("mixed") >= 12
+
+
+def test_weights_that_follow_go_on_after_a_cut(tmp_path: Path):
+    whole, cut = following(tmp_path / "whole"), following(tmp_path / "cut")
+    whole.train()
+    cut.driver.events.attach(StopAfter(cut.driver, 5))
+    cut.train()
+    resumed = following(tmp_path / "cut")
+    run_virtual(go_on(resumed.driver))
+    assert trained(cut) + trained(resumed) == trained(whole)
+    assert resumed.metrics[-1]["curation/share/mixed"] == whole.metrics[-1]["curation/share/mixed"]

@@ -132,3 +132,36 @@ def test_one_source_and_several_are_not_mistaken_for_each_other():
         several.restore(one.state())
     with pytest.raises(DataError, match="a run with the sources a, b, c, and now there is one"):
         one.restore(several.state())
+
+
+FACTORS = st.lists(
+    st.tuples(st.integers(0, 40), st.fixed_dictionaries({name: st.floats(0.1, 1) for name in SIZES})),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(WEIGHTS, FACTORS)
+def test_shares_that_change_often_are_kept_all_the_same(
+    weights: dict[str, float], stages: list[tuple[int, dict[str, float]]]
+):
+    stream, found, due = mixture(SIZES, weights), Counter(), dict.fromkeys(SIZES, 0.0)
+    for num, factors in stages:
+        stream.multiply(factors)
+        due = {name: due[name] + num * share for name, share in stream.shares.items()}
+        found += shares(drawn(stream, num))
+    assert all(abs(found[name] - due[name]) < len(SIZES) for name in SIZES)
+
+
+@settings(deadline=None, max_examples=60)
+@given(WEIGHTS, FACTORS, st.integers(1, 40))
+def test_a_mixture_with_other_factors_goes_on_where_it_was(
+    weights: dict[str, float], stages: list[tuple[int, dict[str, float]]], after: int
+):
+    whole, resumed = mixture(SIZES, weights), mixture(SIZES, weights)
+    for num, factors in stages:
+        whole.multiply(factors)
+        drawn(whole, num)
+    assert resumed.restore(whole.state()) == []
+    assert drawn(resumed, after) == drawn(copy(whole), after) and resumed.shares == whole.shares
