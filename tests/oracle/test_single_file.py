@@ -16,7 +16,7 @@ from rlsys import Config, export, train
 from rlsys.data.task_file import load_tasks
 from rlsys.data.task_source import TaskSource
 
-STEPS, GROUPS, SIZE = 5, 6, 4
+STEPS, GROUPS, SIZE = 50, 6, 4
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_tokenizer()
     new_model(tokenizer, Recipe().seed).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    rows = [{"prompt": f"{n * 7919 % 10**6:06d}>"[n % 2 :], "answer": str(n)} for n in range(40)]
+    rows = [{"prompt": f"{n * 7919 % 10**6:06d}>"[n % 2 :], "answer": str(n)} for n in range(400)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
