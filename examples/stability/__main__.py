@@ -1,7 +1,7 @@
 """`python -m examples.stability`: run the missing runs, then write the table and draw.
 
     python -m examples.stability                the grid: 90 runs of about 15 CPU-seconds
-    python -m examples.stability --corrections  eight corrections for age at staleness 0, 4 and 16: 72 such runs
+    python -m examples.stability --corrections  nine ways to account for age at staleness 0, 4 and 16: 81 such runs
     python -m examples.stability --steadied     learning rates by age, and control, for four losses: 132 such runs
     python -m examples.stability --search       54 such runs, 10 of 2 CPU-minutes; then the winners, on two seeds
                                                 outside the search: 28 and 28

@@ -10,7 +10,7 @@ import pytest
 from algorithms.gac import GAC
 from examples.stability.lab import EDITION, Outcome, Run
 from examples.stability.report import collapse_version, final_reward, learning_curve, table
-from examples.stability.studies import Row, confirmed, corrections, search
+from examples.stability.studies import Row, confirmed, corrections, search, steadied
 from examples.study import append, finished
 
 STALE = Run(staleness=3, steps=10)
@@ -65,4 +65,11 @@ def test_a_search_confirms_the_best_settings_on_other_seeds() -> None:
 
 def test_every_algorithm_is_run_at_every_staleness() -> None:
     rows = corrections([0, 1, 2])
-    assert len({(row.run.algorithm, row.run.staleness) for row in rows}) == len(rows) == 24
+    assert len({(row.run.algorithm, row.run.staleness) for row in rows}) == len(rows) == 27
+
+
+def test_every_remedy_is_compared_for_every_loss_at_every_staleness() -> None:
+    rows = steadied([3, 4])
+    cases = {(row.run.algorithm, row.run.updates, row.run.staleness, row.label) for row in rows}
+    assert len(cases) == len(rows) == 4 * (1 + 2 * 5)
+    assert {row.run.lr_staleness for row in rows if row.label == "lr / (1 + s)"} == {"linear"}
