@@ -1,5 +1,5 @@
-"""Command line: `rlsys train | plan | eval | export | replay | dashboard | tail | report | simulate | config | data
-| workflow | doctor | algorithms`.
+"""Command line: `rlsys train | plan | eval | export | replay | dashboard | tail | report | profile | simulate |
+config | data | workflow | doctor | algorithms`.
 
 Every command is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr
 and its exit code; any other error is a bug and shows its traceback. Commands import their modules when they run, so
@@ -303,6 +303,27 @@ def simulate(
     from rich.console import Console
 
     Console().print(simulated.table_of(outcome))
+
+
+@app.command()
+def profile(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="To write; without it, print.")
+    ] = None,
+) -> None:
+    """Write a profile of a run, for `rlsys simulate`: its cluster and workload, each value with its source."""
+    from rlsys.simulate.measured_profile import measured_profile
+
+    text = measured_profile(run)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}; give another place with --output") from None
+    _say(str(output))
 
 
 @config_app.command(context_settings=OVERRIDES)
