@@ -40,10 +40,10 @@ class GAC(StabilizerPlugin):
         skipped     c > c_high             no update at all, if `max_skips` allows one
 
     It acts on no gradient of fresh samples alone. The rule is a reconstruction from the abstract of arXiv:2603.01501
-    and summaries by others. That it acts on aligned gradients of old samples alone is ours: acting on opposed ones, or
-    on fresh ones, did harm. It acts after gradients were summed over micro-batches and ranks, and before they are
-    clipped, so that clipping does not scale a shortened gradient up again. The thresholds depend on the run: see
-    `calibrate_steps`.
+    and summaries by others. That it acts on aligned gradients of old samples alone is ours: fresh samples need no such
+    correction, and a gradient opposing p undoes an overshoot. It acts after gradients were summed over micro-batches
+    and ranks, and before they are clipped, so that clipping does not scale a shortened gradient up again. The
+    thresholds depend on the run: see `calibrate_steps`.
     """
 
     enabled: bool = False
@@ -58,7 +58,7 @@ class GAC(StabilizerPlugin):
     where: Literal["gradient", "update"] = "gradient"
     """The vector that is projected. `gradient`: the gradient, along the previous one. Adam's second moment then shrinks
     along it, which cancels part of the effect. `update`: Adam's update, along the previous update, whose part is
-    shortened by the same factor, c_low / |c|; the moments see raw gradients. In both modes the cosine of the gradients
+    shortened by the same factor, c_low / c; the moments see raw gradients. In both modes the cosine of the gradients
     decides, also on skips."""
     calibrate_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Calibration steps at the start, which run synchronously and are only measured; 10 to 1000. Each step counts with

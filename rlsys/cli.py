@@ -269,11 +269,7 @@ def report(
     from rlsys.dashboard.queries import Readings
 
     text = report_of(Readings(run))
-    try:
-        output.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}; give another place with --output") from None
-    _say(str(output))
+    _write(output, text)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -319,11 +315,7 @@ def profile(
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}; give another place with --output") from None
-    _say(str(output))
+    _write(output, text)
 
 
 @config_app.command(context_settings=OVERRIDES)
@@ -480,6 +472,15 @@ def _echo(found: object, lines: Iterable[str], *, as_json: bool) -> None:
         typer.echo(json.dumps(found))
     else:
         _say("\n".join(lines))
+
+
+def _write(output: Path, text: str) -> None:
+    """Write the file of `--output`, and say its path. Raises `ConfigError`."""
+    try:
+        output.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}; give another place with --output") from None
+    _say(str(output))
 
 
 def _say(text: str, *, err: bool = False) -> None:

@@ -296,7 +296,7 @@ matrix products and of attention; all but the layer's input."""
 GatherWeights: TypeAlias = Literal["micro_batch", "update"]
 """How long gathered weights, and the gradient that is not yet summed over ranks, are kept."""
 LrStaleness: TypeAlias = Literal["none", "sqrt", "linear"]
-"""What divides the learning rate for the age of samples."""
+"""Divisor of the learning rate for the age of samples: 1, the root of 1 + s, or 1 + s."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class TallyUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SourceSignal:
-    """What the groups of a source taught: the mean of their signals, of which the newest weigh most."""
+    """Mean signal of the groups of a source, of which the newest weigh most."""
 
     signal: float = 0.0
     num_groups: int = 0

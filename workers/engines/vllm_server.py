@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 ANSWER_S = 30.0
 """Deadline of a call that samples nothing."""
 KEPT_S = 2.0
-"""How long an unused connection is kept: less than the 5 s after which the server closes it."""
+"""Seconds that an unused connection is kept, fewer than the 5 after which the server closes it."""
 LINE_BYTES = 1 << 20
 """Most bytes of one line of a stream."""
 HOW_TO_START = (
