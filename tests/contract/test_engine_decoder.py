@@ -112,9 +112,10 @@ def test_a_request_cut_anywhere_resumes_to_the_same_completion(
     assert bench.decode(resumed) == whole
 
 
+@pytest.mark.parametrize("make", [llama, gemma])
 @pytest.mark.parametrize("num_prompt", [1, 8, 90, 700])
-def test_a_long_completion_is_gone_on_with_bit_for_bit(num_prompt: int) -> None:
-    decoder = Decoder(llama(), num_slots=2, max_context=1024, stop_token_ids=())
+def test_a_long_completion_is_gone_on_with_bit_for_bit(make: Callable[..., PreTrainedModel], num_prompt: int) -> None:
+    decoder = Decoder(make(), num_slots=2, max_context=1024, stop_token_ids=())
     prompt = tuple(3 * k % NUM_VOCAB for k in range(num_prompt))
 
     def decoded(begun: Completion | None) -> Completion:

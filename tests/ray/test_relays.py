@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -244,11 +245,14 @@ def test_a_version_that_died_with_its_relays_is_announced_again(tier):
     v = tier.first
 
     async def main() -> None:
-        await tier.publish(v)
+        patient = trainer_of(replace(tier.relays.route, transfer_s=CALL_S))  # three processes start in that time
+        await patient.call(Trainer.publish, v)
+        await asyncio.wait_for(tier.relays.arrival(v), 200)
         await asyncio.gather(*(tier.kill(i) for i in range(3)))
-        await tier.trainer.call(Trainer.announce_again, v)
+        await patient.call(Trainer.announce_again, v)
         assert (await asyncio.wait_for(tier.relays.arrival(v), 200)).version == v
         assert await tier.read(1, v) == v
+        patient.kill()
 
     asyncio.run(main())
 

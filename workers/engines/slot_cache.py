@@ -165,10 +165,13 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a model's layer to the window of a `SlotCache`; `s_aux` are sinks, one for each head.
 
-    On the CPU, query heads share key heads inside the kernel; transformers copies the keys per head.
+    On the CPU, query heads share key heads inside the kernel; transformers copies the keys per head. Keys of dense
+    attention are laid out alike for every window: a product of matrices chooses its kernel, and with it the order of
+    its sums, by strides too, and those of one slot seen by many rows are 0.
     """
     mask = slot_masks.of(sliding_window or None)
     if softcap is not None or s_aux is not None:
+        key, value = key.contiguous(), value.contiguous()
         return dense_attention(query, key, value, mask, scale=scaling, softcap=softcap, sinks_H=s_aux), None
     if query.device.type != "cpu":
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)
