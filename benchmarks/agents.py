@@ -9,6 +9,10 @@
   `engine_busy_share` the share of the engine's slots in use over the wall time, `engine_load` its number of requests,
   waiting ones included. The engine is scripted: 64 slots, a token a tick of 1 ms.
 * `subagents`: the wall time of 8 subagents in parallel against the longest of them, and against their sum.
+* `routing`: turns a second on four replicas, see `benchmarks.turn_routing`.
+* `prefix`: a dialogue of 8 turns on the engine `local` with SmolLM2. `computed_over_distinct` is the number of tokens
+  computed over that of the dialogue; `speedup` the time that it takes if nothing is kept from turn to turn, over that
+  with what is kept; `bits_differ` the replies whose tokens or logprobs differ between both.
 * `gateway_ms`: the extra time of a reply through the gateway over one inside the session, at 64 clients that send
   requests without a pause, each turn 50 to 150 ms. Clients are another process with a raw HTTP client that keeps its
   connections. `openai_client_ms` is the same with the `openai` client, at 8 clients (more would saturate a core):
@@ -30,7 +34,19 @@ from functools import partial
 from statistics import fmean, quantiles
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from benchmarks.measure import in_fresh_process, in_turn, parser_of, print_result, ratios, spread, spreads
+from benchmarks.measure import (
+    Size,
+    engine_spec,
+    in_fresh_process,
+    in_turn,
+    parser_of,
+    print_result,
+    ratios,
+    smollm,
+    sorter,
+    spread,
+    spreads,
+)
 from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
@@ -50,6 +66,8 @@ SLOTS, TICK_S = 64, 0.001
 Pace: TypeAlias = Literal["streamed", "by_batch", "lock_step"]
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 NUM_SUBAGENTS = 8
+NUM_CONTEXT, NUM_REPLY, NUM_IDS = 24, 16, 15
+"""Tokens of each turn of a dialogue, and the number of different ones."""
 SHORTEST_TURN_S, LONGEST_TURN_S = 0.05, 0.15
 Client: TypeAlias = Literal["raw", "openai"]
 Ask: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
@@ -118,8 +136,12 @@ def main() -> None:
     subagents = [asyncio.run(parallel_subagents()) for _ in range(repeats)]
     gateway = [asyncio.run(gateway_overhead("raw", clients, conversations)) for _ in range(repeats)]
     openai = [asyncio.run(gateway_overhead("openai", clients // 8 or 1, conversations)) for _ in range(repeats)]
+    prefix = [asyncio.run(kept_prefixes(size, seed)) for seed in range(repeats)]
+    routing = in_fresh_process("benchmarks.turn_routing:measured", repeats, 2.0 if size == "short" else 30.0)
     print_result(
         {
+            "routing": routing,
+            "prefix": spreads(prefix),
             "speedup_batch": ratios(runs["streamed"], runs["by_batch"], "sessions_per_s"),
             "speedup_lock_step": ratios(runs["streamed"], runs["lock_step"], "sessions_per_s"),
             **{pace: spreads(figures) for pace, figures in runs.items()},
@@ -200,6 +222,45 @@ async def parallel_subagents() -> dict[str, float]:
     took_s = [each for each in await session.gather(*map(subagent, range(NUM_SUBAGENTS))) if isinstance(each, float)]
     wall_s = time.perf_counter() - began_s
     return {"wall_over_longest": wall_s / max(took_s), "wall_over_sum": wall_s / sum(took_s)}
+
+
+async def kept_prefixes(size: Size, seed: int) -> dict[str, float]:
+    """Measure a dialogue, with what the engine keeps from turn to turn and without."""
+    import torch
+
+    from workers.engines.engine import Completion, Request
+    from workers.engines.engine_choice import start_engine
+    from workers.engines.local import LocalEngine
+
+    path = sorter("short") if size == "short" else smollm()
+    spec = engine_spec("local", str(path / "model"), "float32", slots=8, max_context=1024)
+    engine = await start_engine(spec, "local", stop_token_ids=frozenset(), device=torch.device("cpu"), worker="local")
+    assert isinstance(engine, LocalEngine)
+    chance = random.Random(seed)
+    contexts = [[chance.randrange(NUM_IDS) for _ in range(NUM_CONTEXT)] for _ in range(NUM_TURNS)]
+
+    async def talk(*, keeps: bool) -> tuple[float, list[Completion]]:
+        began_s, prompt, replies, spans = time.perf_counter(), (), [], ()
+        for turn, context in enumerate(contexts):
+            prompt += tuple(context)
+            sampling = Sampling(max_new_tokens=NUM_REPLY)
+            replies.append(await engine.generate(Request(f"{keeps}{turn}", prompt, sampling, turn, sampled=spans)))
+            spans += ((len(prompt), len(prompt) + NUM_REPLY),)
+            prompt += replies[-1].output_ids
+            if not keeps:
+                engine.forget_prefixes()
+        return time.perf_counter() - began_s, replies
+
+    whole_s, whole = await talk(keeps=False)
+    computed = engine.num_computed
+    kept_s, kept = await talk(keeps=True)
+    computed = engine.num_computed - computed
+    await engine.close()
+    return {
+        "computed_over_distinct": computed / NUM_TURNS / (NUM_CONTEXT + NUM_REPLY),
+        "speedup": whole_s / kept_s,
+        "bits_differ": sum(a != b for a, b in zip(whole, kept, strict=True)),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------ gateway

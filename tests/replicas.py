@@ -20,6 +20,7 @@ from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.partial_responses import PartialStream
 from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.turn_router import TurnRouter
 from workers.text.tokenizer import TextTokenizer
 from workers.transport import checksums
 
@@ -97,8 +98,10 @@ def replica_of(
     num_tokens: int = 6,
     recorder: PartialStream | None = None,
     base: str | None = None,
+    num_slots: int | None = None,
 ) -> RolloutWorker:
-    """A replica that takes prompts of 60 tokens, and replies with `num_tokens`; with `base`, it takes adapters."""
+    """A replica that takes prompts of 60 tokens, and replies with `num_tokens`; with `base`, it takes adapters. With
+    `num_slots`, which are those of its engine, it routes single turns."""
     sampling = Sampling(max_new_tokens=num_tokens)
     speech = PolicyText(
         TextTokenizer(build_tokenizer()),
@@ -106,7 +109,9 @@ def replica_of(
         max_prompt_tokens=60,
         max_context_tokens=60 + sampling.max_new_tokens,
     )
-    generator = Generator(name, engine, speech, puller, WeightChange(when, tolerance=1e-3), recorder, base=base)
+    turns = None if num_slots is None else TurnRouter(num_slots)
+    change = WeightChange(when, tolerance=1e-3)
+    generator = Generator(name, engine, speech, puller, change, recorder, base=base, turns=turns)
     return RolloutWorker(name, workflow or SingleTurn(), {POLICY: generator})
 
 

@@ -19,8 +19,8 @@ from tests.processes import run_module
 ROOT = Path(__file__).parents[2]
 KEYS = {
     "agents": {
-        "speedup_batch", "speedup_lock_step", "streamed", "by_batch", "lock_step", "subagents", "gateway_ms",
-        "gateway_p95_ms", "session_ms", "openai_client_ms",
+        "speedup_batch", "speedup_lock_step", "streamed", "by_batch", "lock_step", "subagents", "routing", "prefix",
+        "gateway_ms", "gateway_p95_ms", "session_ms", "openai_client_ms",
     },
     "agreement": {"agreement", "experts"},
     "async_vs_sync": {

@@ -112,6 +112,58 @@ def test_a_request_cut_anywhere_resumes_to_the_same_completion(
     assert bench.decode(resumed) == whole
 
 
+dialogues = st.lists(
+    st.tuples(st.sampled_from(PROMPTS[:5]), samplings, st.integers(0, 1 << 64)), min_size=2, max_size=4
+)
+
+
+def talk(
+    bench: Bench,
+    turns: list[tuple[tuple[int, ...], Sampling, int]],
+    version: PolicyVersion,
+    beside: list[tuple[int, Request, PolicyVersion]],
+    *,
+    forgets: bool,
+) -> list[Completion]:
+    """The replies of a dialogue: each prompt is the one before with its reply and more context."""
+    prompt, sampled, replies = (), (), []
+    for context, sampling, seed in turns:
+        prompt += context
+        request = Request("", prompt, sampling, seed, sampled=sampled)
+        reply, *_ = bench.decode([(0, request, version), *beside])
+        replies.append(reply)
+        sampled += ((len(prompt), len(prompt) + len(reply.output_ids)),)
+        prompt += reply.output_ids
+        if forgets:
+            bench.decoder.forget_prefixes()
+    return replies
+
+
+@given(turns=dialogues, others=st.lists(arrivals, max_size=6), version=st.sampled_from([0, 1]))
+@settings(deadline=None, max_examples=15)
+def test_a_dialogue_that_goes_on_from_kept_keys_is_the_one_that_computes_all(bench, turns, others, version) -> None:
+    bench.decoder.forget_prefixes()
+    assert talk(bench, turns, version, others, forgets=False) == talk(bench, turns, version, [], forgets=True)
+
+
+def test_a_dialogue_computes_each_token_once(bench: Bench) -> None:
+    decoder = bench.decoder
+    decoder.forget_prefixes()
+    before, cached = decoder.num_computed, decoder.num_cached
+    turns = [(PROMPTS[2], Sampling(max_new_tokens=9), seed) for seed in range(7)]
+    replies = talk(bench, turns, 0, [], forgets=False)
+    num_tokens = sum(len(context) + len(reply.output_ids) for (context, *_), reply in zip(turns, replies, strict=True))
+    assert decoder.num_computed - before == num_tokens - 1, "but the last, which no token follows"
+    assert decoder.num_cached > cached
+
+
+def test_prefixes_of_other_weights_are_not_used(bench: Bench) -> None:
+    turns = [(PROMPTS[3], Sampling(max_new_tokens=9), seed) for seed in range(3)]
+    fresh = talk(bench, turns, 1, [], forgets=True)
+    talk(bench, turns, 0, [], forgets=False)
+    assert talk(bench, turns, 1, [], forgets=False) == fresh
+
+
 @pytest.mark.parametrize("make", [llama, gemma])
 @pytest.mark.parametrize("num_prompt", [1, 8, 90, 700])
 def test_a_long_completion_is_gone_on_with_bit_for_bit(make: Callable[..., PreTrainedModel], num_prompt: int) -> None:

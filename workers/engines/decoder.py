@@ -7,7 +7,9 @@ a matrix product come in multiples of 16 and attention sees keys in multiples of
 (Fewer than four rows take another code path, eight do on some processors, and so does the tail of an activation.)
 Attention of one query also sums in another order than attention of many. So the keys and values of a prompt come from
 one forward over it. Those of sampled tokens come from rows of one query each: one step at a time, or many rows at once
-for a request that began elsewhere.
+for a request that began elsewhere. A prompt that goes on a dialogue is computed likewise: its replies in rows of one
+query, the context between them in one forward each (`Request.sampled`). So their keys and values may as well come from
+the turns before.
 
 Neighbouring jobs of one version are a *run*: they step together, under the weights of that version.
 
@@ -25,7 +27,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rlsys.types import PolicyVersion
 from workers.engines.engine import Completion
+from workers.engines.prefix_store import PrefixStore, StoredPrefix, pieces_of
 from workers.engines.slot_cache import SLOT_ATTENTION, KeptCache, SlotCache, SlotMasks
 from workers.engines.stepping import EngineJob
 from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 ROW_MULTIPLE = 16
 KEY_MULTIPLE = 32
+PREFIX_SHARE = 0.25
+"""Memory for prefixes of dialogues that go on, over that of the slots."""
 
 
 class Decoder:
@@ -55,7 +61,9 @@ class Decoder:
         self._recorder = RoutingRecorder(model) if records_routing else None
         self.num_slots, self.max_context = num_slots, max_context
         self.num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
-        self.num_tokens = 0
+        self.num_tokens = self.num_computed = self.num_cached = 0
+        """Tokens sampled, tokens that were computed for that, and prompt tokens found in the store of prefixes."""
+        self._prefixes = PrefixStore(max(max_context, int(PREFIX_SHARE * num_slots * max_context)))
         self.jobs: list[EngineJob] = []
         self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
         model.set_attn_implementation(SLOT_ATTENTION)
@@ -92,6 +100,7 @@ class Decoder:
     def warm_up(self) -> None:
         """Run one forward, which allocates memory and fixes the shapes of keys and values."""
         self._prefill([(0,)], 0)
+        self.num_computed = 0
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[EngineJob]) -> None:
@@ -100,34 +109,71 @@ class Decoder:
         Equal prompts share one prefill, whose keys are copied. Jobs with kept keys and values need no prefill.
         """
         kept = {job: cache for job in jobs if (cache := self._kept_by(job)) is not None}
-        groups: dict[tuple[int, ...], list[EngineJob]] = {}
+        groups: dict[_Prompt, list[EngineJob]] = {}
         for job in jobs:
             if job not in kept:
-                groups.setdefault(job.request.prompt_ids, []).append(job)
+                groups.setdefault(_Prompt(job.request.prompt_ids, job.request.sampled), []).append(job)
         if groups:
             self._admit_groups(groups)
         for job, cache in kept.items():
             self._cache.take(len(self.jobs), cache)
             self._enter([job])
 
-    def _admit_groups(self, groups: dict[tuple[int, ...], list[EngineJob]]) -> None:
+    def _admit_groups(self, groups: dict[_Prompt, list[EngineJob]]) -> None:
         first, num_prompts = len(self.jobs), len(groups)
-        logits_BV = self._prefill(list(groups), first)
+        version = next(iter(groups.values()))[0].version
+        starts = [self._begin_prompt(slot, version, *prompt) for slot, prompt in enumerate(groups, first)]
+        logits_BV = self._prefill([prompt.ids for prompt in groups], first, starts)
         prompt_of = [*range(num_prompts), *(i for i, group in enumerate(groups.values()) for _ in group[1:])]
         prompt_of_B = self._tensor(prompt_of)
         followers_B = self._rows_S[first + num_prompts : first + len(prompt_of)]
-        self._cache.copy(first + prompt_of_B[num_prompts:], followers_B, max(map(len, groups)))
+        longest = max(len(prompt.ids) for prompt in groups)
+        self._cache.copy(first + prompt_of_B[num_prompts:], followers_B, longest)
         self._routing_SKW[followers_B] = self._routing_SKW[first + prompt_of_B[num_prompts:]]
         self._enter([group[0] for group in groups.values()] + [job for group in groups.values() for job in group[1:]])
         fresh = []
         for slot in range(first, len(self.jobs)):
-            if self.jobs[slot].request.begun_ids:
-                self._replay(slot)
+            if begun := self.jobs[slot].request.begun_ids:
+                self._replay(slot, begun[:-1], len(self.jobs[slot].request.prompt_ids))
             else:
                 fresh.append(slot)
         if fresh:
             fresh_B = self._tensor(fresh)
             self._sample(logits_BV[prompt_of_B[fresh_B - first]], fresh_B)
+
+    def _begin_prompt(
+        self, slot: int, version: PolicyVersion, ids: tuple[int, ...], sampled: tuple[tuple[int, int], ...]
+    ) -> int:
+        """Take the longest stored prefix of a prompt into a slot, and compute all of the rest but its last piece.
+        Returns where that begins."""
+        start = 0
+        if (prefix := self._prefixes.longest(version, ids, sampled)) is not None:
+            start = len(prefix.cache.token_ids)
+            self._cache.take(slot, prefix.cache)
+            self._routing_SKW[slot, :start] = prefix.routing
+            self.num_cached += start
+        *pieces, last = pieces_of(len(ids), sampled, start)
+        for piece in pieces:
+            if piece.is_sampled:
+                self._replay(slot, ids[piece.start : piece.end], piece.start)
+            else:
+                self._prefill([ids[: piece.end]], slot, [piece.start])
+        return last.start
+
+    def forget_prefixes(self, versions: Collection[PolicyVersion] = ()) -> None:
+        """Drop stored prefixes of all but these versions: their weights are no longer there."""
+        self._prefixes.keep_only(versions)
+
+    def _store_prefix(self, slot: int) -> None:
+        """Keep the keys and values of a reply that has ended, if one version sampled and computed all of it."""
+        job, ids = self.jobs[slot], self._context(slot)
+        begun = job.request.begun.versions if job.request.begun else ()
+        if len(job.marks) > 1 or any(span.version != job.version for span in begun):
+            return
+        num_prompt = len(job.request.prompt_ids)
+        sampled = (*job.request.sampled, (num_prompt, len(ids))) if len(ids) > num_prompt else job.request.sampled
+        routing = self._routing_SKW[slot, : len(ids)].clone()
+        self._prefixes.add(StoredPrefix(self._cache.keep(slot, job.version, ids), sampled, routing))
 
     def runs(self) -> Iterator[slice]:
         """Slots of each run: neighbouring jobs of one version."""
@@ -148,6 +194,7 @@ class Decoder:
         positions_B1 = self._positions_S[rows, None]
         self._cache.look(first, num_rows, positions_B1, _up(int(self._positions_S[run].max()) + 1, KEY_MULTIPLE))
         logits_BV = self._forward(self._inputs_S[rows, None], positions_B1)[:, 0]
+        self.num_computed += run.stop - run.start
         self._sample(logits_BV[run.start - first : run.stop - first], self._rows_S[run])
 
     def ended(self) -> list[int]:
@@ -201,6 +248,8 @@ class Decoder:
             )
             ended = "stop" if is_stopped else "length"
             cache = self._cache.keep(slot, job.version, self._context(slot)) if keep_cache else None
+            if not is_aborted:
+                self._store_prefix(slot)
             done.append((job, job.completion("abort" if is_aborted else ended, cache)))
         self._close_ranks(frozenset(slots))
         return done
@@ -243,23 +292,32 @@ class Decoder:
         is_same = kept.version == job.version and kept.token_ids == request.prompt_ids + request.begun_ids[:-1]
         return kept if is_same and self._cache.can_take(kept) else None
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]], first: int) -> Tensor:
-        """Run each prompt in its own slot, from `first`. Returns the logits of the last token, (prompts, V)."""
-        length = _up(max(map(len, prompts)), ROW_MULTIPLE)
-        ids_BL = self._tensor([prompt + (0,) * (length - len(prompt)) for prompt in prompts])
-        positions_BL = torch.arange(length, device=self._device)[None]
-        keep = sorted({len(prompt) - 1 for prompt in prompts})
-        columns_B = self._tensor([keep.index(len(prompt) - 1) for prompt in prompts])
+    def _prefill(self, prompts: Sequence[tuple[int, ...]], first: int, starts: Sequence[int] = ()) -> Tensor:
+        """Run each prompt in its own slot, from `first`; its first tokens, up to `starts`, have keys and values there.
+        Returns the logits of the last token, (prompts, V).
+
+        Padding is written behind each prompt, where the reply overwrites it.
+        """
+        starts = starts or [0] * len(prompts)
+        rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        length, longest = _up(max(map(len, rests)), ROW_MULTIPLE), max(map(len, prompts))
+        ids_BL = self._tensor([rest + (0,) * (length - len(rest)) for rest in rests])
+        steps_L = torch.arange(length, device=self._device)
+        starts_B = self._tensor(starts if len({*starts}) > 1 else starts[:1])
+        positions_BL = (starts_B[:, None] + steps_L).clamp(max=_up(longest + 1, ROW_MULTIPLE) - 1)
+        keep = sorted({len(rest) - 1 for rest in rests})
+        columns_B = self._tensor([keep.index(len(rest) - 1) for rest in rests])
+        self.num_computed += sum(map(len, rests))
         multiple = ROW_MULTIPLE // gcd(ROW_MULTIPLE, len(prompts))  # the output layer's rows come in as many, too
         keep += keep[-1:] * (_up(len(keep), multiple) - len(keep))
-        self._cache.look(first, len(prompts), positions_BL, _up(length, KEY_MULTIPLE))
+        self._cache.look(first, len(prompts), positions_BL, _up(longest, KEY_MULTIPLE))
         logits_BLV = self._forward(ids_BL, positions_BL, self._tensor(keep))
         return logits_BLV[torch.arange(len(prompts), device=self._device), columns_B]
 
-    def _replay(self, slot: int) -> None:
-        """Compute keys and values of the tokens sampled elsewhere, in forwards no wider than a step of all slots."""
-        request = self.jobs[slot].request
-        ids, start = request.begun_ids[:-1], len(request.prompt_ids)
+    def _replay(self, slot: int, ids: tuple[int, ...], start: int) -> None:
+        """Compute keys and values of tokens sampled elsewhere or before, from position `start` on, in forwards no wider
+        than a step of all slots."""
+        self.num_computed += len(ids)
         for first in range(0, len(ids), self._num_rows):
             piece = ids[first : first + self._num_rows]
             last = start + first + len(piece) - 1
@@ -336,6 +394,13 @@ class Decoder:
 
     def _tensor(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int64, device=self._device)
+
+
+class _Prompt(NamedTuple):
+    """A prompt and its sampled spans: what determines its keys and values."""
+
+    ids: tuple[int, ...]
+    sampled: tuple[tuple[int, int], ...]
 
 
 def _up(number: int, multiple: int) -> int:

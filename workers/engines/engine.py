@@ -44,6 +44,10 @@ class Request:
     With a matching `cache`, no key or value is computed again.
     """
 
+    sampled: tuple[tuple[int, int], ...] = ()
+    """Spans of the prompt, first and end, that were replies in earlier turns. An engine may compute them as it did
+    then, and reuse what it has of them."""
+
     @property
     def num_begun(self) -> int:
         """Number of tokens sampled before this request."""

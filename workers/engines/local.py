@@ -96,8 +96,18 @@ class LocalEngine(SteppingEngine):
             num_waiting=len(self._waiting),
             kv_used=num_running / self._spec.slots,
             num_tokens=self._decoder.num_tokens,
+            num_cached_tokens=self._decoder.num_cached,
             step_age_s=self.step_age_s,
         )
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens computed since start: of prompts, and one for each token sampled after the first of a reply."""
+        return self._decoder.num_computed
+
+    def forget_prefixes(self) -> None:
+        """Keep nothing of the replies so far: the next turns compute their prompts whole. For measurements."""
+        self._decoder.forget_prefixes()
 
     # ------------------------------------------------------------------------------------------- on the step thread
 
@@ -156,6 +166,7 @@ class LocalEngine(SteppingEngine):
         """Replace the weights; running jobs continue under the new ones."""
         check_weights(self._name, weights, self._shapes)
         self._residents.overwrite(version, weights)
+        self._decoder.forget_prefixes()
         if self._spec.kv_cache == "recompute" and self._decoder.jobs:
             self._decoder.recompute(PREFILL_TOKENS)
         self._specs = tuple(specs_in(weights).values())
@@ -167,12 +178,14 @@ class LocalEngine(SteppingEngine):
         staged, self._staged = self._staged, None
         self._check_room(version)
         tensors = staged[1] if staged and staged[0] is weights else self._residents.lay_out(weights)
+        self._decoder.forget_prefixes(set(self._residents.versions) - {version})
         self._residents.add(version, tensors)
         self._specs, self._version = tuple(specs_in(weights).values()), version
         self._evict()
 
     def _evict(self) -> None:
         self._residents.evict_all_but({job.version for job in self._decoder.jobs})
+        self._decoder.forget_prefixes(self._residents.versions)
         self._grant_room()
 
 

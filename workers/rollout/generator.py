@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from rlsys.contracts import Busy
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
+from rlsys.loop.router import request_weight
 from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.util.deadlines import remote
 from rlsys.weight_sync.manifest import Manifest
@@ -19,6 +20,7 @@ from rlsys.weight_sync.sync import change_weights
 from workers.engines.engine import Completion, Engine, EngineChoice, Request
 from workers.rollout.group_route import EngineStay, GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import PartialStream, usable
+from workers.rollout.turn_router import TurnLoad, TurnRouter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,13 +71,15 @@ class Generator:
         recorder: PartialStream | None = None,
         choice: EngineChoice | None = None,
         base: str | None = None,
+        turns: TurnRouter | None = None,
     ) -> None:
         """`name` is that of the replica. Without a `puller` the engine keeps its initial weights. Without a `recorder`,
         sampled tokens are lost with the replica. `choice` is the reason for this engine, if there was a choice. `base`
-        is the hash of the base to which the engine applies adapters, None if it loads whole weights."""
+        is the hash of the base to which the engine applies adapters, None if it loads whole weights. Without `turns`,
+        every turn of a group is sampled where the group is."""
         self.name, self.choice, self._base = name, choice, base
         self._engine, self._speech, self._puller = engine, speech, puller
-        self._change, self._recorder = change, recorder
+        self._change, self._recorder, self.turns = change, recorder, turns
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
         self._changing = asyncio.Lock()
         self._gate_open = True
@@ -97,7 +101,9 @@ class Generator:
         if self._recorder and self._recording is None:
             work = self._recorder.run(self._engine, self._stays, self._acknowledged)
             self._recording = asyncio.create_task(work)
-        self._groups[ticket] = GroupRoute(ticket, self._speech, place=self, home=self, held=self.acknowledged)
+        self._groups[ticket] = GroupRoute(
+            ticket, self._speech, place=self, home=self, held=self.acknowledged, turns=self.turns
+        )
         return self._groups[ticket]
 
     async def recall(self, policy: GroupRoute, version: PolicyVersion) -> None:
@@ -114,7 +120,8 @@ class Generator:
     async def end(self, policy: GroupRoute, *, is_again: bool, keep_partials: bool) -> None:
         """Remove a group that has ended. `is_again`: an earlier attempt may have left partial responses in the pool."""
         del self._groups[policy.ticket]
-        await _evict(policy.place, policy.ticket)
+        for place in {place.name: place for place in (policy.place, *policy.away.values())}.values():
+            await _evict(place, policy.ticket)
         if self._recorder and not keep_partials and (is_again or self._recorder.is_due(policy.since_s)):
             with suppress(WorkerError):
                 await self._recorder.store.forget(policy.ticket)
@@ -122,12 +129,14 @@ class Generator:
     async def vouched(self, policy: GroupRoute, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
         """The acknowledgements of these versions of the group's tokens. Waits for a weight change under way; unblocked
         by its end, which acknowledges the version or fails."""
-        held = {a.version: a for partial in policy.recalled.values() for a in partial.weights}
+        recalled = (a for partial in policy.recalled.values() for a in partial.weights)
+        held = {a.version: a for a in (*recalled, *policy.vouched)}
         if any(span.version not in {**held, **self._acknowledged} for span in versions):
             async with self._changing:
                 pass
         held |= self._acknowledged
-        return tuple(held[span.version] for span in versions if span.version in held)
+        own = [held[span.version] for span in versions if span.version in held]
+        return tuple(dict.fromkeys([*own, *policy.vouched]))
 
     def stats(self) -> EngineStats:
         """Current statistics of the engine."""
@@ -179,8 +188,46 @@ class Generator:
         if not same or is_gone or self._is_loading or self._change.when != "between":
             return False
         for ticket in tickets:
-            self._stays[ticket] = EngineStay(ticket)
+            stay = self._stays.get(ticket)
+            if stay is None or stay.is_over:
+                stay = self._stays[ticket] = EngineStay(ticket)
+            stay.is_visit = False
         return True
+
+    @remote("telling how busy it is")
+    async def turn_load(self) -> TurnLoad:
+        """The current load for other replicas that have more turns than slots. There is no room for them while weights
+        change or, `between` groups, a change waits for the groups here."""
+        running = [request for stay in self._stays.values() for request in stay.running.values()]
+        is_changing = self._is_loading or (self._change.when == "between" and self._changing.locked())
+        has_room = self.turns is not None and len(running) < self.turns.num_slots and not is_changing
+        weight = sum(request_weight(len(request.prompt_ids) + request.num_begun) for request in running)
+        return TurnLoad(weight, has_room and self._gate_open, self.acknowledged)
+
+    @remote("sampling a turn for group {ticket.group_id} of {ticket.owner}", patience=inf)
+    async def visit(
+        self, ticket: Ticket, request: Request, held: Acknowledged | None
+    ) -> tuple[Completion, tuple[Acknowledged, ...]]:
+        """Sample a single turn of another replica's group. Returns it with the acknowledgements of its versions.
+
+        Finish `abort` if this replica does not, or no longer, sample from `held`, or has no room: then with its tokens
+        so far. Raises the errors of the engine.
+        """
+        load = await self.turn_load()
+        if not load.fits(held) or ticket.owner in self._gone:
+            return replace(request.begun or Completion((), (), (), None), finish="abort"), ()
+        stay = self._stays.setdefault(ticket, EngineStay(ticket, is_visit=True))
+        try:
+            done = await self.serve(ticket, request)
+        finally:
+            if stay.is_visit and not stay.running and self._stays.get(ticket) is stay:
+                del self._stays[ticket]
+                self._left.set()
+        new = done.since(request.num_begun).versions
+        if any(span.version not in self._acknowledged for span in new):
+            async with self._changing:
+                pass
+        return done, tuple(self._acknowledged[span.version] for span in new if span.version in self._acknowledged)
 
     @remote("sampling for group {ticket.group_id} of {ticket.owner}", patience=inf)
     async def serve(self, ticket: Ticket, request: Request) -> Completion:

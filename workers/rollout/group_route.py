@@ -23,9 +23,12 @@ from workers.text.tokenizer import TextTokenizer, TextTooLarge
 if TYPE_CHECKING:
     from workers.rollout.generator import Generator
     from workers.rollout.partial_responses import Partial
+    from workers.rollout.turn_router import TurnRouter
 
 LARGE = 16_384
 """Characters of a text above which it is tokenized in a thread: some 10 ms of work."""
+NUM_COMPARED = 16
+"""Last tokens of a dialogue that are compared before all of them are."""
 TELL_S = 0.05
 """Seconds between two looks at a reply that somebody reads while it is sampled."""
 _READER = ThreadPoolExecutor(1, "tokenizer")
@@ -54,6 +57,8 @@ class EngineStay:
     noted: dict[int, int] = field(default_factory=dict)
     """Number of tokens already in the partial response pool, by the request's seed."""
     is_over: bool = False
+    is_visit: bool = False
+    """True if only single turns of the group are here, see `Generator.visit`."""
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a running request ends: the engine has answered or aborted it."""
 
@@ -86,13 +91,23 @@ class GroupRoute:
     """The weights on which the group began. It moves only to a replica with the same weights."""
     home: Generator
     """The replica of the sessions. It scores recorded replies, wherever the tokens are sampled."""
+    turns: TurnRouter | None = None
+    """Routes single turns to other replicas. None: every turn is sampled at `place`."""
     recalled: Mapping[int, Partial] = field(default_factory=dict)
     """Tokens sampled by an earlier attempt at this group, by the seed of each request."""
     since_s: float = field(default_factory=time.monotonic)
     """Start of the group, on this machine's monotonic clock."""
+    away: dict[str, Generator] = field(default_factory=dict)
+    """Other replicas that sample single turns of this group, by request id."""
+    vouched: dict[Acknowledged, None] = field(default_factory=dict)
+    """Acknowledgements of the weights that they sampled from."""
     failure: WorkerError | None = None
     """The first worker failure in its sessions. The group is then reissued, even if the workflow handles the error."""
     _num_requests: int = 0
+    _contexts: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = field(
+        default_factory=dict
+    )
+    """Prompts and replies of all turns, with the spans of their replies, by length and last tokens."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -154,6 +169,9 @@ class GroupRoute:
                 self.failure = self.failure or error
                 raise
         assert done.finish is not None
+        context = prompt_ids + done.output_ids
+        spans = (*self._replies_in(prompt_ids), (len(prompt_ids), len(context)))
+        self._contexts[len(context), context[-NUM_COMPARED:]] = context, spans
         text = self.speech.codec.decode(done.output_ids)
         return Turn(
             prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling, done.routing
@@ -200,6 +218,14 @@ class GroupRoute:
             )
         return ids
 
+    def _replies_in(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Spans of a prompt that are replies of earlier turns: those of the longest dialogue that it goes on."""
+        for length in sorted({length for length, _ in self._contexts if length <= len(prompt_ids)}, reverse=True):
+            known = self._contexts.get((length, prompt_ids[max(0, length - NUM_COMPARED) : length]))
+            if known and known[0] == prompt_ids[:length]:
+                return known[1]
+        return ()
+
     def _begun(self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Completion | None:
         """Tokens that an earlier attempt sampled for this request. None if they do not fit its prompt or its token
         budget, which may differ this time."""
@@ -223,11 +249,16 @@ class GroupRoute:
         self._num_requests += 1
         owner, group_id, number = self.ticket
         request_id = f"{owner}/{group_id}.{number}/{self._num_requests}"
-        request = Request(request_id, prompt_ids, sampling, seed, begun)
+        request = Request(request_id, prompt_ids, sampling, seed, begun, self._replies_in(prompt_ids))
         telling = asyncio.create_task(self._tell(request_id, tell)) if tell else None
         try:
             while True:
                 place = self.place
+                if self.turns and place is self.home:
+                    request, is_done = await self._visited(self.turns, request)
+                    if is_done:
+                        assert request.begun is not None
+                        return request.begun
                 done = await place.serve(self.ticket, request)
                 if done.finish != "abort":
                     return done
@@ -238,6 +269,26 @@ class GroupRoute:
             if telling:
                 telling.cancel()
 
+    async def _visited(self, turns: TurnRouter, request: Request) -> tuple[Request, bool]:
+        """Let a peer sample a turn that would wait here. Returns the request with the tokens so far, and whether it is
+        done. A peer that fails loses its tokens of the turn, and only those."""
+        home = await self.home.turn_load()
+        peer = await turns.choose(home, request.prompt_ids)
+        if peer is None:
+            return request, False
+        self.away[request.id] = peer
+        try:
+            done, weights = await peer.visit(self.ticket, request, home.held)
+        except WorkerError:
+            turns.failed(peer)
+            return request, False
+        finally:
+            del self.away[request.id]
+        self.vouched |= dict.fromkeys(weights)
+        if done.finish != "abort":
+            turns.note(peer, request.prompt_ids + done.output_ids)
+        return replace(request, begun=done if done.output_ids else None), done.finish != "abort"
+
     async def _tell(self, request_id: str, tell: Tell) -> None:
         """Pass on the text of a request while it is sampled, without a character that its next token completes.
 
@@ -247,7 +298,7 @@ class GroupRoute:
         while True:
             await asyncio.sleep(TELL_S)
             with suppress(WorkerError):  # which the request itself raises
-                ids = await self.place.sampled_so_far(request_id)
+                ids = await self.away.get(request_id, self.place).sampled_so_far(request_id)
                 text = self.speech.codec.decode(ids).rstrip("\ufffd")
                 if text != told and text.startswith(told):
                     tell(told := text)

@@ -172,6 +172,8 @@ class RolloutPool(Pool[RolloutWorker]):
 
     def _joined(self, member: PoolMember[RolloutWorker]) -> None:
         self._router.join(member.index)
+        if len(live := self._live()) > 1:
+            self._spawn(self._introduced(live))
 
     def _left(self, member: PoolMember[RolloutWorker]) -> None:
         self._router.leave(member.index)
@@ -180,6 +182,12 @@ class RolloutPool(Pool[RolloutWorker]):
         successor = super()._succeeded(member)
         self._spawn(self._forgotten(member))
         return successor
+
+    async def _introduced(self, live: Sequence[PoolMember[RolloutWorker]]) -> None:
+        """Let all live replicas sample turns of each other's groups."""
+        peers = [[other.worker for other in live if other is not member] for member in live]
+        meetings = [m.worker.call(RolloutWorker.meet, others) for m, others in zip(live, peers, strict=True)]
+        await self._heard(live, meetings)
 
     async def _forgotten(self, dead: PoolMember) -> None:
         """Evict the groups of a dead replica from all others."""

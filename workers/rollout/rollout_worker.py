@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Literal, Self
 
 from rlsys.agents.workflow import Workflow, play_or_fail
@@ -22,6 +23,7 @@ from workers.ray.remote_proxy import Remote, answer_in_chunks
 from workers.rollout.generator import REPLACEABLE, Generator, WeightChange
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import Partials, PartialStream
+from workers.rollout.turn_router import TurnRouter
 from workers.text.tokenizer import AS_MADE, TextTokenizer
 from workers.transport.route import Route
 
@@ -85,7 +87,7 @@ async def load_generator(
     recorder = None if partials is None else PartialStream(partials.proxy)
     base = base_hash(own.engine.model_path) if own.engine.lora else None
     text = PolicyText(codec, spec.sampling, spec.max_prompt_tokens, own.engine.max_context)
-    return Generator(name, engine, text, puller, own.change, recorder, choice, base)
+    return Generator(name, engine, text, puller, own.change, recorder, choice, base, TurnRouter(own.engine.slots))
 
 
 class RolloutWorker:
@@ -102,6 +104,8 @@ class RolloutWorker:
         `Session`."""
         self.name = name
         self._workflow, self._generators, self._bindings = workflow, generators, bindings or {}
+        self.places = SimpleNamespace(**{str(i): generator for i, generator in enumerate(generators.values())})
+        """The generators as attributes, for `Remote.at`: names of policies may have dots."""
         self._began_s: dict[Ticket, float | None] = {}
         """Start of every group here, on this machine's monotonic clock; None while it waits for weights."""
         self._num_groups = 0
@@ -127,6 +131,13 @@ class RolloutWorker:
         """The only generator, in a run of one policy. Groups move between replicas only in such a run."""
         (only,) = self._generators.values()
         return only
+
+    @remote("meeting its peers")
+    def meet(self, peers: Sequence[Remote[RolloutWorker]]) -> None:
+        """Route single turns to these replicas too, see `TurnRouter`. They replace those of the call before."""
+        for place, generator in vars(self.places).items():
+            if generator.turns:
+                generator.turns.peers = tuple(peer.at(Generator, f"places.{place}").proxy for peer in peers)
 
     def run_each(self, requests: Sequence[tuple[Assignment, bool]]) -> AsyncIterator[object]:
         """Roll out assignments, each with the flag `is_again` of `run`; see `answer_in_chunks`."""

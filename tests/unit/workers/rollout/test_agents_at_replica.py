@@ -12,8 +12,10 @@ import pytest
 from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.types import Sampling, VersionSpan
+from tests.models import tiny_sorter
 from tests.replicas import DIGIT, Shelf, assignment, played, replica_of, scripted
-from workers.engines.engine import Completion, Request
+from workers.engines.engine import Completion, EngineSpec, Request
+from workers.engines.local import LocalEngine
 from workers.rollout.generator import Generator
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import Partial
@@ -29,6 +31,15 @@ class Short(Workflow):
         agent = session.agent("policy")
         for most in (4, None, 999):
             await agent.chat("12>", max_new_tokens=most)
+
+
+class Talk(Workflow):
+    """A dialogue of four turns."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        for said in ("12>", "345>", "6>", "78>"):
+            await agent.chat(said)
 
 
 class Wide(Workflow):
@@ -47,6 +58,16 @@ class Buggy(Workflow):
     async def run(self, session: Session) -> None:
         said = await session.agent("policy").chat(session.task.prompt, max_new_tokens=3)
         int(said + "!")
+
+
+def test_a_dialogue_computes_each_of_its_tokens_once():
+    engine = LocalEngine(
+        tiny_sorter(), EngineSpec(model_path="", slots=4, max_context=128), stop_token_ids=frozenset({1}), name="a"
+    )
+    worker = replica_of(None, engine, workflow=Talk(), num_tokens=NUM_TOKENS - 20)
+    _, (episode,) = played([worker], lambda: worker.run(assignment(size=1)))
+    last = episode.trajectories[0].turns[-1]
+    assert engine.num_computed == len(last.prompt_ids) + len(last.output_ids) - 1
 
 
 def test_the_token_limit_of_a_turn_is_capped_and_recorded():

@@ -69,6 +69,7 @@ class Actor(Process):
     load: Method = field(default_factory=Method)
     give_away: Method = field(default_factory=lambda: Method(()))
     forget: Method = field(default_factory=Method)
+    meet: Method = field(default_factory=Method)
     age_s: Method = field(default_factory=Method)
     stats: Method = field(default_factory=lambda: Method(EngineStats(0, 0, 0.0, 0)))
     beat: Method = field(default_factory=Method)
