@@ -258,6 +258,13 @@ class ReplicaLoad:
     stats: EngineStats
     is_loading: bool = False
     """True while it loads weights; it is then neither source nor destination of moves."""
+    num_groups: int = 0
+    """Groups there, also those that wait for their tools."""
+
+    @property
+    def num_present(self) -> int:
+        """Requests of the engine, or groups if those are more."""
+        return max(self.stats.num_running, self.num_groups)
 
 
 @dataclass(frozen=True)

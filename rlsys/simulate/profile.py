@@ -115,13 +115,6 @@ class DecodeSection(Section):
     token_s: NonNegativeFloat
     """Time to read the keys and values of one token of context."""
 
-    def roofline_batch(self, num_context: float) -> int:
-        """Number of requests, with that context each, that decode about as fast as one: computing takes no longer than
-        reading the weights, and attention no longer than the rest of a step."""
-        attended = num_context * self.token_s
-        by_attention = (self.overhead_s + self.weights_s) / attended if attended else inf
-        return max(1, int(min(self.weights_s / self.sequence_s, by_attention)))
-
 
 class TrainingSection(Section):
     """Seconds of one optimizer step: fixed_s + tokens / (tokens_per_s * GPUs)."""
@@ -243,7 +236,7 @@ class Profile(Section):
             "stabilizer": None,
             "rollout": {
                 "replicas": self.num_replicas,
-                "slots": self.repack_requests,  # the driver uses it only for repacking
+                "slots": self.slots,
                 "weight_change": self.weight_change,
                 "kv_cache": self.kv_cache,
                 "repack_s": self.repack_s,
@@ -260,16 +253,6 @@ class Profile(Section):
         """Return the trainer's compute seconds for a step on these groups."""
         num_tokens = sum(group.num_trained for group in groups)
         return self.train.fixed_s + num_tokens / (self.train.tokens_per_s * self.train_gpus)
-
-    @property
-    def repack_requests(self) -> int:
-        """Most requests of one replica after repacking: more would slow the long requests that repacking should speed
-        up.
-
-        Their context is that of a response of the 99th percentile, on average over its sampling time.
-        """
-        num_context = self.prompt.at(0.5) + self.response.at(0.99) / 2
-        return min(self.slots, self.decode.roofline_batch(num_context))
 
     @property
     def num_replicas(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 
 from rlsys.contracts import Busy, RolledOut
@@ -66,9 +65,7 @@ class SimReplica(FakeReplica):
 
     def load(self) -> ReplicaLoad:
         """Return the current load. A group that waits for its tools counts, as with `RolloutWorker`."""
-        stats = self.engine.stats()
-        stats = replace(stats, num_running=max(stats.num_running, len(self._plays)))
-        return ReplicaLoad(self.name, self.version, stats, self._is_loading)
+        return ReplicaLoad(self.name, self.version, self.engine.stats(), self._is_loading, len(self._plays))
 
     def evict(self, play: SimPlay) -> None:
         """Remove a group that ended."""

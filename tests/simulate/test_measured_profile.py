@@ -52,9 +52,6 @@ def test_a_profile_made_of_a_run_simulates_that_run(tmp_path: Path, key: str, to
     turns = Turns([32] * len(lengths), lengths, [1] * len(lengths))
     path = tmp_path / "mine.yaml"
     config = profile.config(tmp_path, 24)
-    # A simulation tells the driver a smaller number of slots, for repacking.
-    rollout = config.rollout.model_copy(update={"slots": profile.slots})
-    config = config.model_copy(update={"rollout": rollout})
     path.write_text(profile_of(config, events, turns, source="a run"))
     again = Profile.load(path)
     after, _ = run_of(again)

@@ -148,8 +148,7 @@ class Generator:
         """The current load. A group that waits for its tools counts, although it has no request at the engine."""
         held, stats = self.acknowledged, self._engine.stats()
         version = self._engine.version if held is None else held.version
-        stats = replace(stats, num_running=max(stats.num_running, len(self._stays)))
-        return ReplicaLoad(self.name, version, stats, self._is_loading)
+        return ReplicaLoad(self.name, version, stats, self._is_loading, len(self._stays))
 
     @remote("giving what runs on {source} to {to.name}", patience=3)
     async def give_away(self, source: str, to: Generator) -> tuple[int, ...]:

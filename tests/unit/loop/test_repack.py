@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.loop.repack import KV_MAX, Move, plan_repack
+from rlsys.loop.repack import KV_MAX, Move, StepTimes, plan_repack
 from rlsys.types import EngineStats, ReplicaLoad
 
 MAX_REQUESTS, NEWEST = 16, 5
@@ -157,3 +157,23 @@ def test_nothing_moves_while_the_cache_fills_or_lacks_history():
 def test_replicas_on_the_newest_version_are_left_alone():
     loads = [load("a", 0.2, version=NEWEST), load("b", 0.1, version=NEWEST)]
     assert plan(loads, {"a": 0.9, "b": 0.9}) == ()
+
+
+@given(st.integers(1, 60), st.integers(0, 3))
+def test_replicas_have_no_more_requests_than_measured_steps_allow(roofline: int, shift: int):
+    times, tokens, before = StepTimes(), 0, 64
+    for at_s, running in enumerate([64, 64, 48, 48, 32, 32, 20, 20, 12, 12, 7, 7, 4, 4, 2, 2, 1, 1]):
+        mean, before = (running + before) / 2, running
+        tokens += round(mean / (0.01 * max(1.0, mean / roofline)))
+        times.observe([ReplicaLoad("a", 0, EngineStats(running, 0, 0.5, tokens))], at_s + shift)
+    allowed = times.most_requests(64)
+    assert allowed <= 64
+    assert allowed == 64 if roofline > 52 else 0.6 * roofline <= allowed <= 2 * roofline
+
+
+def test_until_sizes_are_measured_all_slots_may_be_used():
+    times = StepTimes()
+    assert times.most_requests(64) == 64
+    for at_s in range(3):
+        times.observe([load("a", 0.5, 30, version=at_s)], float(at_s))  # another version each time
+    assert times.most_requests(64) == 64

@@ -48,7 +48,7 @@ class Looks:
 def looked(rollouts: Looks, published: Sequence[tuple[float, int]], lasts_s: float) -> tuple[Repacker, list[Event]]:
     """Run a repacker for so long; weights are published at the given seconds."""
     kept = EventRecorder()
-    repacker = Repacker(rollouts, every_s=5.0, max_requests=8, events=Events([kept]))
+    repacker = Repacker(rollouts, every_s=5.0, num_slots=8, events=Events([kept]))
 
     async def main() -> None:
         loop = asyncio.create_task(repacker.run())

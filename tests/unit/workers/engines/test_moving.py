@@ -187,10 +187,10 @@ def test_a_group_waiting_on_a_tool_moves_and_continues_there():
         tools.num_waiting = 0
         group = await team.begun()
         await until(lambda: tools.num_waiting == 2)
-        assert a.generator.load().stats.num_running == 1, "it has work, though its engine has none"
+        assert a.generator.load().num_present == 1, "it has work, though its engine has none"
         sampled = [engine.stats().num_tokens for engine in team.engines]
         assert await a.generator.give_away("a", b.generator) == (3,)
-        assert (a.generator.load().stats.num_running, b.generator.load().stats.num_running) == (0, 1)
+        assert (a.generator.load().num_present, b.generator.load().num_present) == (0, 1)
         team.shelf.put(1)
         await a.run(assignment(1, group_id=4, size=0))  # the source changes its weights meanwhile
         assert a.generator.load().version == 1
@@ -198,7 +198,7 @@ def test_a_group_waiting_on_a_tool_moves_and_continues_there():
         done, payload = await group
         assert done.group.versions == (VersionSpan(0, 4 * NUM_TOKENS),)
         assert [engine.stats().num_tokens for engine in team.engines] == [sampled[0], sampled[1] + 2 * NUM_TOKENS]
-        assert b.generator.load().stats.num_running == 0
+        assert b.generator.load().num_present == 0
         return payload
 
     assert played(team.workers, scenario) == unmoved(Tools())
@@ -229,7 +229,7 @@ def test_a_replica_refuses_guests_it_cannot_serve_and_they_stay(why: str):
             await b.generator.forget("a")
         group = await team.begun()
         assert await a.generator.give_away("a", b.generator) == ()
-        assert b.generator.load().stats.num_running == 0
+        assert b.generator.load().num_present == 0
         assert (await group)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
 
     played(team.workers, scenario)
@@ -296,7 +296,7 @@ def test_a_group_that_ends_during_its_move_leaves_the_host():
         await a.run(assignment(1, group_id=4))  # nor does the source wait for the answer
         slow.may_answer.set()
         assert await moving == ()
-        assert b.generator.load().stats.num_running == 0
+        assert b.generator.load().num_present == 0
 
     played(team.workers, scenario)
 
@@ -315,7 +315,7 @@ def test_a_group_that_begins_while_the_host_thinks_stays():
         await asyncio.sleep(0)
         slow.may_answer.set()
         assert await moving == (3,)
-        assert (a.generator.load().stats.num_running, b.generator.load().stats.num_running) == (2, 2)
+        assert (a.generator.load().num_present, b.generator.load().num_present) == (2, 2)
         await asyncio.gather(old, new)
 
     played(team.workers, scenario)
@@ -335,7 +335,7 @@ def test_a_host_whose_answer_is_lost_keeps_nobody():
         group = await team.begun()
         with pytest.raises(DeadlineExceeded):
             await a.generator.give_away("a", Mute(b))
-        assert (a.generator.load().stats.num_running, b.generator.load().stats.num_running) == (2, 0)
+        assert (a.generator.load().num_present, b.generator.load().num_present) == (2, 0)
         await group
 
     played(team.workers, scenario)
@@ -375,7 +375,7 @@ def test_guests_of_a_dead_replica_are_released_and_refused_later():
         await a.generator.give_away("a", b.generator)
         group.cancel()
         await b.generator.forget("a")
-        assert b.generator.load().stats.num_running == 0
+        assert b.generator.load().num_present == 0
         await team.engines[1].resume()
         team.shelf.put(1)
         await b.run(assignment(1, group_id=4))
@@ -398,7 +398,7 @@ def test_a_dead_host_is_named_to_the_waiting_group():
         with pytest.raises(WorkerDied) as raised:
             await group
         assert raised.value.worker == "b"
-        assert a.generator.load().stats.num_running == 0
+        assert a.generator.load().num_present == 0
         await a.run(assignment(group_id=4))
 
     played(team.workers, scenario)
@@ -451,7 +451,7 @@ def test_guests_move_on_only_through_their_owner():
         await until(lambda: team.engines[1].stats().num_tokens >= before + 10)
         assert await b.generator.give_away("b", c.generator) == (), "it has no groups of its own"
         assert await a.generator.give_away("b", c.generator) == (3,)
-        assert [w.generator.load().stats.num_running for w in team.workers] == [0, 0, 2]
+        assert [w.generator.load().num_present for w in team.workers] == [0, 0, 2]
         done, payload = await group
         assert done.group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
         return payload
@@ -497,7 +497,7 @@ def test_a_failed_guest_leaves_its_host():
         await a.generator.give_away("a", b.generator)
         with pytest.raises(ConfigError):
             await group
-        assert b.generator.load().stats.num_running == 0
+        assert b.generator.load().num_present == 0
 
     played(team.workers, scenario)
 
@@ -538,12 +538,12 @@ def test_a_replica_tells_its_version_and_what_it_does():
         assert (a.generator.load().replica, a.generator.load().version) == ("a", -1)
         await team.ready()
         group = await team.begun()
-        assert (a.generator.load().version, a.generator.load().stats.num_running, a.generator.load().is_loading) == (
+        assert (a.generator.load().version, a.generator.load().num_present, a.generator.load().is_loading) == (
             0,
             2,
             False,
         )
         await group
-        assert a.generator.load().stats.num_running == 0
+        assert a.generator.load().num_present == 0
 
     played(team.workers, scenario)
