@@ -20,7 +20,7 @@ _EXPRESSION = re.compile(r"(\d)([-+*])(\d)([-+*])(\d)")
 class Countdown(SpawnJoin):
     """Workflow of a parent, which gets three digits and a target and selects the first signs to try, one child each. A
     child tries second signs, gets each value from a calculator, and joins the expression that hits; the parent answers.
-    All are rewarded if the value of the answer is the target."""
+    All are rewarded if the value of the answer is the target: see `solved`."""
 
     max_children: int = 3
 
@@ -29,7 +29,7 @@ class Countdown(SpawnJoin):
         signs = await parent.chat(first_prompt(game))
         joined = await self.spawn(session, parent, [child_prompt(game, sign) for sign in signs])
         hits = [expression for expression in joined if value_of(expression) is not None]
-        session.reward(solves(await parent.chat(second_prompt(hits)), game))
+        await parent.chat(second_prompt(hits))
 
     async def explore(self, child: Agent, context: str) -> str | None:
         """Return the first tried expression whose value is the target."""
@@ -76,6 +76,11 @@ def value_of(expression: str) -> int | None:
         return None
     first, sign, second, other, third = found.groups()
     return OPERATIONS[other](OPERATIONS[sign](int(first), int(second)), int(third))
+
+
+def solved(completion: str, prompt: str) -> float:
+    """Reward function: 1.0 if the parent's answer solves the game."""
+    return solves(completion, prompt)
 
 
 def solves(expression: str, game: str) -> float:

@@ -53,6 +53,9 @@ class RewardItem(Section):
     """Factor of its value in the sum."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name in its metric `reward/by/NAME`; None: the name of the function."""
+    given: str | None = None
+    """Name of another function: this one applies only to episodes for which that one gave more than 0. So a bonus for
+    brevity or parallel work goes to right answers alone. None: it applies to all."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra arguments of the function by name; for a class, arguments of its constructor."""
 
@@ -81,10 +84,25 @@ class RewardModelSection(Section):
     """GPUs Ray reserves for the model in one worker."""
 
 
+def _given_known(items: tuple[RewardItem, ...]) -> tuple[RewardItem, ...]:
+    """Reject a `given` that names no other function without a `given` of its own."""
+    plain = [item.label for item in items if item.given is None]
+    refuse(
+        (
+            (index, "given"),
+            f"no function without `given` is named {item.given!r}; "
+            + nearest(item.given, plain, f"give {' or '.join(plain)}" if plain else "leave one function without it"),
+        )
+        for index, item in enumerate(items)
+        if item.given is not None and item.given not in plain
+    )
+    return items
+
+
 _ONE, _SEVERAL = union_tag("one"), union_tag("several")
 
 Functions = Annotated[
-    Annotated[FunctionSpec, Tag(_ONE)] | Annotated[tuple[RewardItem, ...], Tag(_SEVERAL)],
+    Annotated[FunctionSpec, Tag(_ONE)] | Annotated[tuple[RewardItem, ...], AfterValidator(_given_known), Tag(_SEVERAL)],
     Discriminator(lambda value: _ONE if isinstance(value, str) else _SEVERAL),
 ]
 
@@ -93,7 +111,7 @@ def specs_of(functions: Functions, *, source: str | None = None) -> tuple[Reward
     """Reward functions, of the tasks of one source or of all others. Raises `ConfigError` for one that was given in
     another program."""
     items = (RewardItem(fn=functions),) if isinstance(functions, str) else functions
-    return tuple(RewardSpec(i.fn, i.label, i.weight, i.args, code_of(i.fn), source) for i in items)
+    return tuple(RewardSpec(i.fn, i.label, i.weight, i.args, code_of(i.fn), source, i.given) for i in items)
 
 
 class RewardSection(Section):

@@ -2,12 +2,15 @@
 
     reward: {fn: [{fn: math}, {fn: overlong, args: {max_tokens: 512, overlong_tokens: 128}}]}
 
-They count the tokens that the policy sampled in the last turn. A workflow that sets rewards itself is not shaped.
+`overlong` and `target_length` count the tokens that the policy sampled in the last turn, `parallel` those of the whole
+episode. A workflow that sets rewards itself is not shaped.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from rlsys.types import Episode
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,29 @@ class TargetLength:
     def __call__(self, completion_ids: list[int]) -> float:
         """Score one completion."""
         return -abs(len(completion_ids) - self.tokens) / self.tokens
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Bonus for work in parallel: min(`share` * (1 - longest / all), `cap`), with the sampled tokens of the longest
+    chain of dependent tokens and of the whole episode.
+
+    It is the acceleration reward of ThreadWeaver (P-GRPO, arXiv:2512.07843), which only right answers have:
+    `[{fn: math}, {fn: parallel, given: math}]`. Both defaults are ours.
+    """
+
+    share: float = 0.5
+    """Bonus of an episode whose longest chain is next to nothing of it."""
+    cap: float = 0.2
+    """Largest bonus: beyond it, more parallel tokens would pay off by themselves."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a negative bonus."""
+        if not 0 <= self.cap <= self.share:
+            raise ValueError(f"cap: should be from 0 to share, {self.share:g} (got {self.cap:g})")
+
+    def __call__(self, episode: Episode) -> float:
+        """Score one episode."""
+        turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
+        num_sampled = sum(len(turn.output_ids) for turn in turns)
+        return min(self.share * (1 - episode.num_sequential / num_sampled), self.cap) if num_sampled else 0.0

@@ -65,6 +65,8 @@ class RewardSpec:
     """The function by value, see `rlsys.rewards.given_functions`; None: `fn` says where it is."""
     source: str | None = None
     """Source of data whose tasks it scores; None: it scores those of sources without functions of their own."""
+    given: str | None = None
+    """Name of a function of the same tasks: this one applies only where that one gave more than 0."""
 
 
 class RewardSum:
@@ -104,6 +106,13 @@ class RewardSum:
         for (spec, function), own in zip(functions, begun, strict=True):
             scores = function.scores(list(islice(results, len(own))), len(completions))
             contributions.append([weighted(score, spec.name, spec.weight) for score in scores])
+        by_name = {spec.name: scores for (spec, _), scores in zip(functions, contributions, strict=True)}
+        contributions = [
+            [_where(score, gate, spec.given) for score, gate in zip(own, by_name[spec.given], strict=True)]
+            if spec.given
+            else own
+            for (spec, _), own in zip(functions, contributions, strict=True)
+        ]
         return [total(scores) for scores in zip(*contributions, strict=True)]
 
     def _functions_of(self, source: str) -> list[tuple[RewardSpec, RewardFunction]]:
@@ -121,6 +130,11 @@ def weighted(score: Score, name: str, weight: float) -> Score:
         return score if score == NOT_APPLICABLE else Score(None, f"{name}: {score.failure}")
     parts = {f"{name}/{part}": value for part, value in score.parts.items()}
     return Score(weight * score.value, parts={name: score.value, **parts})
+
+
+def _where(score: Score, gate: Score, name: str) -> Score:
+    """Return the score of a function that applies where the one called `name` gave more than 0."""
+    return score if gate.parts.get(name, 0.0) > 0 else NOT_APPLICABLE
 
 
 def total(scores: Sequence[Score]) -> Score:

@@ -39,6 +39,7 @@ BUILTIN: Mapping[str, ReadyMade] = {
     "regex": ReadyMade("rlsys.rewards.text_rewards", "Regex"),
     "format": ReadyMade("rlsys.rewards.text_rewards", "Format"),
     "overlong": ReadyMade("rlsys.rewards.length_rewards", "Overlong"),
+    "parallel": ReadyMade("rlsys.rewards.length_rewards", "Parallel"),
     "target_length": ReadyMade("rlsys.rewards.length_rewards", "TargetLength"),
     "math": ReadyMade("rlsys.rewards.math_reward", "math", "math-verify", "math"),
     JUDGE: ReadyMade("rlsys.rewards.llm_judge", "LlmJudge", "openai", "judge"),

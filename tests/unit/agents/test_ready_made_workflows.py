@@ -18,6 +18,7 @@ from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, AgentStopped, ContextFull, Session
 from rlsys.agents.workflows.lead_subagents import LeadSubagents
+from rlsys.agents.workflows.parallel_drafts import ANSWER, DISTILL, DRAFT, ParallelDrafts
 from rlsys.agents.workflows.reconfiguring import Reconfiguring
 from rlsys.agents.workflows.research import Research
 from rlsys.agents.workflows.self_play import INVALID, SelfPlay
@@ -521,6 +522,52 @@ def test_the_transcript_of_a_stopped_episode_has_sequential_tokens():
     lengths = [sum(len(turn.output_ids) for turn in agent.turns) for agent in session.agents]
     expected = f"sequential tokens: {lengths[0] + max(lengths[1:])} of {sum(lengths)}"
     assert session.log[-1].text == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- drafts
+
+
+def test_drafts_think_alone_and_the_answer_reads_them_all():
+    seen: list[str] = []
+
+    def reply(prompt: str) -> str:
+        seen.append(prompt)
+        return f"draft{len(seen)}" if len(seen) <= 3 else "42"
+
+    episode = played(ParallelDrafts(num_drafts=3), TASK, reply)
+    root, *drafts = episode.trajectories
+    assert [said(draft) for draft in drafts] == [["draft1"], ["draft2"], ["draft3"]] and said(root) == ["42"]
+    assert all("draft" not in prompt.replace(DRAFT, "") for prompt in seen[:3])
+    assert all(f"Attempt {i}: draft{i}" in seen[3] for i in (1, 2, 3))
+    assert episode.num_sequential == len("draft1") + len("42")
+
+
+def test_a_distiller_keeps_the_notes_of_all_rounds_small():
+    seen: list[str] = []
+
+    def reply(prompt: str) -> str:
+        seen.append(prompt)
+        return "n" * 99 if DISTILL in prompt else "attempt" if DRAFT in prompt else "42"
+
+    episode = played(ParallelDrafts(num_drafts=2, num_rounds=2, distills=True, max_note_chars=10), TASK, reply)
+    assert [t.agent for t in episode.trajectories] == ["policy", *2 * ["draft", "draft", "distiller"]]
+    second, last = seen[3], seen[-1]
+    assert all(f"Notes:\n{'n' * 10}" in prompt and "n" * 11 not in prompt for prompt in (second, last))
+    assert "attempt" not in last.replace(ANSWER, "") and "attempt" in seen[2]
+    assert episode.num_sequential == 2 * (len("attempt") + 99) + len("42")
+
+
+def test_a_draft_without_an_end_is_left_out_of_the_notes():
+    workflow = ParallelDrafts(num_drafts=2, max_episode_tokens=12)
+    seen: list[str] = []
+
+    def reply(prompt: str) -> str:
+        seen.append(prompt)
+        return "far too long" if len(seen) == 1 else "ok"
+
+    episode = played(workflow, TASK, reply)
+    assert "Attempt 2: ok" in seen[-1]
+    assert len(episode.trajectories) == 3
 
 
 # ------------------------------------------------------------------------------------------------------------ research

@@ -97,6 +97,18 @@ def test_a_judge_that_may_outlast_its_call_is_refused() -> None:
     assert functions(judge.format(", timeout_s: 2.5"))
 
 
+def test_a_function_applies_given_another_that_exists() -> None:
+    right, bonus = functions("reward.fn=[{fn: exact}, {fn: parallel, given: exact}]")
+    assert (right.given, bonus.given) == (None, "exact")
+    wrong = "reward.fn[1].given: no function without `given` is named"
+    assert refusal("reward.fn=[{fn: exact}, {fn: parallel, given: exat}]") == [f"{wrong} 'exat'; did you mean `exact`?"]
+    assert refusal("reward.fn=[{fn: exact}, {fn: parallel, given: parallel}]") == [f"{wrong} 'parallel'; give exact"]
+    source = "data.sources=[{path: a.jsonl, reward: [{fn: exact}, {fn: parallel, given: x}]}]"
+    assert any(
+        "reward[1].given: no function without `given` is named 'x'; give exact" in line for line in refusal(source)
+    )
+
+
 def test_an_empty_list_is_refused() -> None:
     assert refusal("reward.fn=[]") == ["reward.fn: names no function; leave the key out for the default"]
 

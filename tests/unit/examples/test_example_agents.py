@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.countdown_parallel import prepare as games
-from examples.countdown_parallel.countdown import Countdown, solves
+from examples.countdown_parallel import study as parallel_study
+from examples.countdown_parallel.countdown import Countdown, solved, solves
 from examples.lead_subagents import prepare as tables
 from examples.lead_subagents.study import CASES, COMPARISON, figures_of, overrides_of
 from examples.lead_subagents.table import TableFilling, item_f1
@@ -116,14 +117,14 @@ def test_children_see_the_values_of_their_expressions_until_a_hit():
     assert [said(child) for child in children] == [["5-3+2", "5-3*2", "5-3-2"], ["5+3+2", "5+3*2"]]
     assert "".join(map(chr, children[0].turns[-1].prompt_ids)) == "C5,3,2=16-5-3+24;5-3*24;"
     assert "".join(map(chr, parent.turns[-1].prompt_ids)) == "P5,3,2=16:-+>5+3*2:"
-    assert (parent.reward, [child.reward for child in children]) == (1.0, [None, None])
+    assert solved(said(parent)[-1], str(GAME.prompt)) == 1.0
 
 
 def test_a_parent_of_children_that_find_nothing_is_told_nothing():
     parent, *children = played(Countdown(), GAME, player("--+*", "+++", "?")).trajectories
     assert len(children) == 3
     assert "".join(map(chr, parent.turns[-1].prompt_ids)) == "P5,3,2=16:--+*>:"
-    assert parent.reward == 0.0
+    assert solved(said(parent)[-1], str(GAME.prompt)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,18 @@ def test_every_case_of_the_study_is_a_configuration(case: str):
         ("joint-3", 3, ()), ("joint-2", 2, ()), ("joint-1", 1, ()),
         ("lead-3", 3, ("subagent",)), ("subagent-3", 3, ("lead",)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", parallel_study.CASES.values())
+def test_parallel_work_is_rewarded_in_one_case_of_two(overrides: tuple[str, ...]):
+    config = Config.load("examples/countdown_parallel/run.yaml", overrides)
+    assert [spec.name for spec in config.reward_functions] in (["solved"], ["solved", "parallel"])
+    rows = [
+        {"step": s, "reward/by/solved": s / 20, "agents/sequential_tokens": 9.0, "agents/per_episode": 2.0}
+        for s in range(1, 21)
+    ]
+    figures = parallel_study.figures_of([{"step": 0, "eval/held_out/mean": 0.1}, *rows])
+    assert (figures["solved_before"], figures["solved"]) == pytest.approx((0.275, 0.775))
 
 
 def test_figures_are_of_the_evaluations_before_and_after():

@@ -14,7 +14,7 @@ import pytest
 from algorithms.dapo import DAPO
 from rlsys.errors import ConfigError
 from rlsys.rewards.reward_function import RewardFunction, RewardInput, RewardSpec, RewardSum, results_of
-from rlsys.types import Json, Score, Task
+from rlsys.types import Episode, Json, Score, Task, Trajectory, Turn
 from tests.groups import episode, group
 
 HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None
@@ -107,6 +107,20 @@ def test_shaping_is_a_part_of_the_reward_with_its_own_metric() -> None:
     task = Task(id="t", prompt="2+3?", answer="5")
     (score,) = RewardSum(specs).score(task, [RewardInput("5", ids=(1, 2, 3))])
     assert (score.value, score.parts) == (0.75, {"exact": 1.0, "overlong": -0.5})
+
+
+def test_only_right_answers_have_a_bonus_for_parallel_work() -> None:
+    specs = [RewardSpec("exact", "exact"), RewardSpec("parallel", "parallel", args={"share": 0.4}, given="exact")]
+    turns = tuple(Turn((1,), (2,) * 10, (0.0,) * 10, (), "stop", "5") for _ in range(2))
+    trajectories = (Trajectory("root", turns),)
+    inputs = [
+        RewardInput(said, episode=Episode(trajectories, num_sequential=longest))
+        for said, longest in (("5", 20), ("5", 15), ("5", 2), ("6", 2))
+    ]
+    scores = RewardSum(specs).score(Task(id="t", prompt="2+3?", answer="5"), inputs)
+    assert [score.value for score in scores] == [1.0, 1.1, 1.2, 0.0]
+    assert [score.parts.get("parallel") for score in scores] == [0.0, pytest.approx(0.1), 0.2, None]
+    assert "cap: should be from 0 to share, 0.1 (got 0.2)" in refusal("parallel", {"share": 0.1})
 
 
 # -------------------------------------------------------------------------------------------------------- mathematics
