@@ -2,10 +2,10 @@
 
     python -m examples.countdown_parallel.study --seeds 0,1,2
 
-Each run is `rlsys train examples/countdown_parallel/run.yaml` with the seed, its model and its data, with or without the
-reward function `parallel`. Figures are means of the first and of the last ten steps of training: the share of games
-solved, the tokens of the longest chain of an episode, and the agents of an episode. Finished runs are lines of the
-file `--out` and not run again; all figures are the last line of stdout, as JSON.
+Each run is `rlsys train examples/countdown_parallel/run.yaml` with the seed, its model and its data, with or
+without the reward function `parallel`. Figures are means of the first and of the last ten steps of training: the
+share of games solved, the tokens of the longest chain of an episode, and the agents of an episode. Finished runs
+are lines of the file `--out` and not run again; all figures are the last line of stdout, as JSON.
 """
 
 from __future__ import annotations
