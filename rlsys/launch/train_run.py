@@ -289,13 +289,14 @@ class TrainingJob:
         assert this is not None
         with Interruptible(this.cancel) as interruptible:
             stopping.pass_to(interruptible)
+            begun = ray_cluster.begin(self.config.ray.address)
             try:
                 with phase(self.events, "load_data"):
                     data = preflight.look_up(self.config)
                 plan = plan_of(self.config)
                 with phase(self.events, "start_ray"):
                     num_cpus = preflight.local_cpus(self.config, plan.num_cpus)
-                    cluster = ray_cluster.connect(self.config.ray.address, num_cpus)
+                    cluster = ray_cluster.connect(self.config.ray.address, num_cpus, begun)
                 try:
                     async with cluster.watch.during(self._emit_loss, self._end_stuck):
                         ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
@@ -312,6 +313,8 @@ class TrainingJob:
                     raise
                 raise Interrupted("interrupted before the first step", interruptible.signal) from None
             finally:
+                if begun is not None:
+                    begun.close()
                 stopping.pass_to(None)
 
     def _emit_loss(self, lost: ClusterLost) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import ray
 from ray._private import ray_constants
@@ -22,7 +25,7 @@ from ray._private import worker as ray_worker
 from rlsys.errors import ClusterError, ConfigError
 from rlsys.util.native_output import STDERR
 from rlsys.util.signals import signals_kept
-from workers.ray import cluster_keeper
+from workers.ray import cluster_keeper, fork_client, fork_server
 from workers.ray.cluster_watch import ClusterWatch
 from workers.ray.shared_memory import SHM, WEIGHTS, local_store_bytes
 
@@ -68,8 +71,12 @@ class Cluster:
     keeper: subprocess.Popen[str] | None = None
     """Process that ends a local cluster with this process."""
     watch: ClusterWatch = field(default_factory=ClusterWatch.of_this_process)
+    forks: ForkServer | None = None
+    """Starts the workers of a local cluster."""
 
     def close(self) -> None:
+        if self.forks is not None:
+            self.forks.close()
         if self.keeper is not None and self.watch.has_lost:
             self.keeper.communicate()  # Ray waits longer for what is left of a cluster
         if self.is_ours:
@@ -79,8 +86,76 @@ class Cluster:
             self.keeper.communicate()
 
 
-def connect(address: str | None, num_cpus: int | None) -> Cluster:
-    """Join a cluster, or start a local one.
+@dataclass(frozen=True, slots=True)
+class ForkServer:
+    """Process of `workers.ray.fork_server`. Workers without a GPU that start while it is open are forked by it."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @classmethod
+    def start(cls) -> Self:
+        """Start it, for all workers that this process starts from now on."""
+        folder = Path(tempfile.mkdtemp(prefix="rlsys-forks-"))
+        path = folder / "socket"
+        words = [sys.executable, "-m", fork_server.__name__, str(path)]
+        # A session of its own: Ctrl-C and the end of the terminal are not for it.
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, start_new_session=True, env=_search_path_in(os.environ)
+        )
+        os.environ[fork_client.SERVER] = str(path)
+        return cls(process, folder)
+
+    def close(self) -> None:
+        """End it. Workers that it has forked go on."""
+        os.environ.pop(fork_client.SERVER, None)
+        self.process.kill()
+        self.process.communicate()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def forked(environment: Mapping[str, str]) -> dict[str, object]:
+    """Runtime environment of a worker without a GPU: it is forked, if this process has started a server."""
+    if (path := os.environ.get(fork_client.SERVER)) is None:
+        return {"env_vars": dict(environment)}
+    client = shlex.join([sys.executable, "-I", "-S", fork_client.__file__])
+    return {"env_vars": {**environment, fork_client.SERVER: path}, "py_executable": client}
+
+
+def _search_path_in(environment: Mapping[str, str]) -> dict[str, str]:
+    return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStart:
+    """What stands beside a local cluster, and can start before it."""
+
+    mark: str
+    keeper: subprocess.Popen[str]
+    forks: ForkServer
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Start the keeper and the fork server."""
+        mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        keeper = _start_keeper(mark)
+        with _marked(mark):
+            return cls(mark, keeper, ForkServer.start())
+
+    def close(self) -> None:
+        """End both, and what is left of the cluster."""
+        self.forks.close()
+        self.keeper.communicate()
+
+
+def begin(address: str | None) -> LocalStart | None:
+    """Start what takes seconds and needs no cluster, if `connect` will start a local one at this address."""
+    named = address or os.environ.get("RAY_ADDRESS")
+    return None if ray.is_initialized() or named not in (None, "", "local") else LocalStart.of_this_process()
+
+
+def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None = None) -> Cluster:
+    """Join a cluster, or start a local one; `begun` is the result of `begin` for that one.
 
     In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
     one. Only processes on this machine that have its token can reach a new cluster.
@@ -110,22 +185,23 @@ def connect(address: str | None, num_cpus: int | None) -> Cluster:
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # else the head keeps 100,000 tasks in memory
     num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
     store = local_store_bytes()
-    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-    keeper = _start_keeper(mark)
+    begun = begun or LocalStart.of_this_process()
     try:
-        with _on_loopback(), _marked(mark), signals_kept():
+        with _on_loopback(), _marked(begun.mark), signals_kept():
             ray.init(address="local", num_cpus=num_cpus, object_store_memory=store, include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises plain `Exception` too
-        keeper.communicate()
+        begun.close()
         raise ClusterError(
             f"a local Ray cluster did not start: {error}; see its logs in ray/session_latest/logs under RAY_TMPDIR, "
             "TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set ray.address=auto"
         ) from error
+    keeper, mark = begun.keeper, begun.mark
     assert keeper.stdin is not None
-    left = (f"{log_folder().parent}/ray_spilled_objects", _semaphores(mark), f"{SHM}/{WEIGHTS}{mark}-")
+    spilled, weights = f"{log_folder().parent}/ray_spilled_objects", f"{SHM}/{WEIGHTS}{mark}-"
+    left = (str(begun.forks.folder), spilled, _semaphores(mark), weights)
     keeper.stdin.write("".join(f"{path}*\n" for path in left))
     keeper.stdin.flush()
-    return Cluster(is_ours=True, keeper=keeper)
+    return Cluster(is_ours=True, keeper=keeper, forks=begun.forks)
 
 
 def _start_keeper(mark: str) -> subprocess.Popen[str]:

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
-from workers.ray.cluster import LOOPBACK, NO_MATHS, Resources, free_port, lacking, mark_semaphores
+from workers.ray.cluster import LOOPBACK, NO_MATHS, Resources, forked, free_port, lacking, mark_semaphores
 from workers.ray.shared_memory import shared_memory_problem
 
 W = TypeVar("W")
@@ -304,7 +304,7 @@ def start(
         max_restarts=-1 if restarts else 0,
         max_concurrency=ASYNC_CALLS if is_async else 1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else "DEFAULT",
-        runtime_env={"env_vars": environment},
+        runtime_env={"env_vars": environment} if resources.num_gpus else forked(environment),
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
 

@@ -1,0 +1,40 @@
+"""What the raylet runs instead of Python to start a worker: asks the fork server for one, and lasts as long as it.
+
+    python -I -S workers/ray/fork_client.py SCRIPT ARGUMENTS...
+
+It imports nothing of ours, so that it starts at once. Without a server, it becomes the worker itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+SERVER = "RLSYS_FORK_SERVER"
+"""Environment variable with the path of the server's socket."""
+BEGUN = b"1"
+"""Answer of a worker that has begun."""
+
+
+def main() -> None:
+    """Hand over arguments, environment, folder and streams; then wait for the end of the worker."""
+    arguments = sys.argv[1:]
+    told = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect(os.environ[SERVER])
+            message = json.dumps(told).encode() + b"\n"
+            sent = socket.send_fds(server, [message], [0, 1, 2])
+            server.sendall(message[sent:])
+            is_begun = server.recv(1) == BEGUN
+        except (OSError, KeyError):
+            is_begun = False
+        if not is_begun:
+            os.execv(sys.executable, [sys.executable, *arguments])
+        server.recv(1)
+
+
+if __name__ == "__main__":
+    main()

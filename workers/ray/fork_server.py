@@ -1,0 +1,101 @@
+"""A process that has imported the large libraries, and forks the workers of a local cluster.
+
+    python -m workers.ray.fork_server SOCKET
+
+Importing torch and transformers takes a worker seconds of a processor, and all workers of a machine import the same. In
+a local cluster, Ray starts each worker by `workers.ray.fork_client`, which asks this server for a fork: it has the
+libraries already, and shares their memory. None of our modules is imported here, nor Ray, whose constants depend on the
+environment. A process with a GPU is never forked: CUDA does not survive it.
+
+The server ends with its standard input, whose writer is the process that started the cluster. A forked worker ends with
+its client, which is the process that the raylet knows until the worker reports its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from importlib import import_module
+
+from workers.ray.fork_client import BEGUN
+
+PRELOADED = (
+    "numpy", "pydantic", "safetensors.torch", "torch", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "transformers.modeling_utils", "transformers.integrations.sdpa_attention", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_fast",
+)  # fmt: skip
+"""Modules of libraries that workers use; one that is not installed is left out."""
+NUM_STREAMS = 3
+"""Standard input, output and error, which the client hands over."""
+
+
+def main() -> None:
+    """Import the libraries, then fork a worker for every client until standard input ends.
+
+    Waits for clients and for the end of standard input; unblocked by either.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen(128)  # clients wait for the imports, which take them as long
+        for name in PRELOADED:
+            with suppress(ImportError):
+                import_module(name)
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy the pages of all these objects
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in ready:
+                return
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                become_worker(client)
+            client.close()
+
+
+def become_worker(client: socket.socket) -> None:
+    """Run the program that a client was started for, with its environment, folder and streams. Does not return."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, streams, _, _ = socket.recv_fds(client, 1 << 16, NUM_STREAMS)
+    while not request.endswith(b"\n"):
+        request += client.recv(1 << 16)
+    told = json.loads(request)
+    client.send(BEGUN)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    os.chdir(told["folder"])
+    script, *_ = sys.argv = told["arguments"]
+    named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    own = [path for path in sys.path if path and path not in named]
+    sys.path[:] = [os.path.dirname(script), *named, *own]  # noqa: PTH120  (as the interpreter does)
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threading.Thread(target=_end_with, args=(client,), name="client", daemon=True).start()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+    os._exit(0)
+
+
+def _end_with(client: socket.socket) -> None:
+    """End this process once the client has ended, as the raylet may have killed it. Waits for that alone."""
+    with suppress(OSError):
+        client.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
