@@ -85,7 +85,17 @@ def _group_of(item: pytest.Item) -> str | None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def forks() -> Iterator[None]:
+    """A server that forks the workers of this process's clusters."""
+    from workers.ray.cluster import ForkServer
+
+    server = ForkServer.start()
+    yield
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(forks: None) -> Iterator[None]:
     """A local Ray cluster that believes it has 8 CPUs."""
     import ray
 
@@ -95,7 +105,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def three_nodes() -> Iterator[Cluster]:
+def three_nodes(forks: None) -> Iterator[Cluster]:
     """A local Ray cluster of three raylets, this process on the first."""
     import ray
     from ray.cluster_utils import Cluster

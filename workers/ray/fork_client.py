@@ -19,9 +19,14 @@ BEGUN = b"1"
 
 
 def main() -> None:
-    """Hand over arguments, environment, folder and streams; then wait for the end of the worker."""
+    """Hand over arguments, environment, folder, niceness and streams; then wait for the end of the worker."""
     arguments = sys.argv[1:]
-    told = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109
+    told = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),  # noqa: PTH109
+        "niceness": os.nice(0),
+    }
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect(os.environ[SERVER])

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def become_worker(client: socket.socket) -> None:
-    """Run the program that a client was started for, with its environment, folder and streams. Does not return."""
+    """Run the program that a client was started for, with all that it hands over. Does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(client, 1 << 16, NUM_STREAMS)
     while not request.endswith(b"\n"):
@@ -76,6 +76,7 @@ def become_worker(client: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(told["environment"])
     os.chdir(told["folder"])
+    os.nice(told["niceness"] - os.nice(0))
     script, *_ = sys.argv = told["arguments"]
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = [path for path in sys.path if path and path not in named]
