@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
+from workers.ray import fork_client
+
 if TYPE_CHECKING:
     from ray._private.node import Node
 
@@ -143,8 +145,14 @@ def answer_of(command: Sequence[str], text: str | None = None, **env: str) -> An
 
 
 def fresh_command(function: str, *arguments: object, python: str = sys.executable) -> list[str]:
-    """Build the command that calls `module:name` and prints what it returns; arguments and result are JSON."""
-    return [python, "-m", "benchmarks.measure", function, json.dumps(arguments)]
+    """Build the command that calls `module:name` and prints what it returns; arguments and result are JSON.
+
+    Where there is a server of `workers.ray.fork_server`, as in tests, it forks the process.
+    """
+    command = ["-m", "benchmarks.measure", function, json.dumps(arguments)]
+    if python == sys.executable and fork_client.SERVER in os.environ:
+        return [python, "-I", "-S", fork_client.__file__, *command]
+    return [python, *command]
 
 
 def in_fresh_process(function: str, *arguments: object) -> Any:  # noqa: ANN401  (JSON)

@@ -66,7 +66,7 @@ LOADS = [
 
 
 @pytest.fixture(scope="module")
-def answer_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def answer_of(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Function that runs a benchmark, and returns its closing line.
 
     Benchmarks are forked from a process that has imported what is slow to import, and share a cluster, unless they

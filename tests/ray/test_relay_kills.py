@@ -27,7 +27,7 @@ NUM_STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def four_nodes() -> Iterator[Cluster]:
+def four_nodes(forks: None) -> Iterator[Cluster]:
     """A local Ray cluster of four raylets, this process on the first."""
     import ray
     from ray.cluster_utils import Cluster

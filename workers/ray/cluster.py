@@ -114,9 +114,9 @@ class ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def forked(environment: Mapping[str, str]) -> dict[str, object]:
-    """Runtime environment of a worker without a GPU: it is forked, if this process has started a server."""
-    if (path := os.environ.get(fork_client.SERVER)) is None:
+def forked(environment: Mapping[str, str], resources: Resources) -> dict[str, object]:
+    """Runtime environment of a worker: it is forked if it has no GPU and this process has started a server."""
+    if (path := os.environ.get(fork_client.SERVER)) is None or resources.num_gpus:
         return {"env_vars": dict(environment)}
     client = shlex.join([sys.executable, "-I", "-S", fork_client.__file__])
     return {"env_vars": {**environment, fork_client.SERVER: path}, "py_executable": client}

@@ -19,7 +19,7 @@ BEGUN = b"1"
 
 
 def main() -> None:
-    """Hand over arguments, environment, folder, niceness and streams; then wait for the end of the worker."""
+    """Hand over arguments, environment, folder, niceness and streams; then wait for the worker, and end as it does."""
     arguments = sys.argv[1:]
     told = {
         "arguments": arguments,
@@ -38,7 +38,7 @@ def main() -> None:
             is_begun = False
         if not is_begun:
             os.execv(sys.executable, [sys.executable, *arguments])
-        server.recv(1)
+        sys.exit(int.from_bytes(server.recv(1) or b"\1", "big"))
 
 
 if __name__ == "__main__":

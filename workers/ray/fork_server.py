@@ -5,7 +5,7 @@
 Importing torch and transformers takes a worker seconds of a processor, and all workers of a machine import the same. In
 a local cluster, Ray starts each worker by `workers.ray.fork_client`, which asks this server for a fork: it has the
 libraries already, and shares their memory. None of our modules is imported here, nor Ray, whose constants depend on the
-environment. A process with a GPU is never forked: CUDA does not survive it.
+environment. A process with a GPU is never forked: CUDA does not survive it. Tests fork short programs, too.
 
 The server ends with its standard input, whose writer is the process that started the cluster. A forked worker ends with
 its client, which is the process that the raylet knows until the worker reports its own.
@@ -67,7 +67,9 @@ def become_worker(client: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(client, 1 << 16, NUM_STREAMS)
     while not request.endswith(b"\n"):
-        request += client.recv(1 << 16)
+        if not (more := client.recv(1 << 16)):
+            os._exit(1)  # the client has ended
+        request += more
     told = json.loads(request)
     client.send(BEGUN)
     for number, stream in enumerate(streams):
@@ -77,18 +79,28 @@ def become_worker(client: socket.socket) -> None:
     os.environ.update(told["environment"])
     os.chdir(told["folder"])
     os.nice(told["niceness"] - os.nice(0))
-    script, *_ = sys.argv = told["arguments"]
+    sys.argv = told["arguments"]
+    is_module = sys.argv[0] == "-m"
+    program = sys.argv[is_module]
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = [path for path in sys.path if path and path not in named]
-    sys.path[:] = [os.path.dirname(script), *named, *own]  # noqa: PTH120  (as the interpreter does)
+    sys.path[:] = [told["folder"] if is_module else os.path.dirname(program), *named, *own]  # noqa: PTH120
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     threading.Thread(target=_end_with, args=(client,), name="client", daemon=True).start()
+    code = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            del sys.argv[0]
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
-        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-    os._exit(0)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    client.send(bytes([code & 0xFF]))
+    os._exit(code)
 
 
 def _end_with(client: socket.socket) -> None:

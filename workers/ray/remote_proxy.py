@@ -304,7 +304,7 @@ def start(
         max_restarts=-1 if restarts else 0,
         max_concurrency=ASYNC_CALLS if is_async else 1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else "DEFAULT",
-        runtime_env={"env_vars": environment} if resources.num_gpus else forked(environment),
+        runtime_env=forked(environment, resources),
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
 

@@ -1,0 +1,77 @@
+"""Workers forked from a process that has the large libraries: program, surroundings and end are as given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from workers.ray import fork_client
+from workers.ray.cluster import NO_MATHS, Resources, forked
+
+TOLD = """
+import os, sys
+import torch
+print(sys.argv[1:], os.environ["MINE"], os.getcwd(), os.nice(0), torch.get_num_threads(), "ray" in sys.modules)
+print(open(f"/proc/{os.getppid()}/status").read().partition("Threads:")[2].split()[0])
+print(sys.stdin.read(), file=sys.stderr)
+sys.exit(7)
+"""
+
+
+def run(folder: Path, program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "program.py"
+    path.write_text(program)
+    command = ["nice", "-n", "3", sys.executable, "-I", "-S", fork_client.__file__, str(path), *arguments]
+    names = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=names, input="given")
+
+
+def test_a_forked_program_has_all_that_it_was_started_with(forks: None, tmp_path: Path) -> None:
+    done = run(tmp_path, TOLD, "a", "b c", MINE="x\ny")
+    niceness = os.nice(0) + 3
+    own, num_threads = done.stdout.rsplit("\n", 2)[:2]
+    assert own == f"['a', 'b c'] x\ny {tmp_path} {niceness} 1 False"
+    assert num_threads == "1", "a process with several threads cannot be forked safely"
+    assert (done.returncode, done.stderr) == (7, "given\n")
+
+
+def test_forks_share_no_random_numbers(forks: None, tmp_path: Path) -> None:
+    program = "import numpy, random; print(random.random(), numpy.random.random())"
+    one, other = (run(tmp_path, program).stdout.split() for _ in range(2))
+    assert not {*one} & {*other}
+
+
+def test_an_error_of_a_forked_program_is_printed(forks: None, tmp_path: Path) -> None:
+    done = run(tmp_path, "1 / 0")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize("path", ["/nowhere/socket", ""])
+def test_without_a_server_the_client_becomes_the_program(tmp_path: Path, path: str) -> None:
+    done = run(tmp_path, "import sys; print(sys.argv[1:]); sys.exit(5)", "a", RLSYS_FORK_SERVER=path)
+    assert (done.returncode, done.stdout, done.stderr) == (5, "['a']\n", "")
+
+
+def test_a_forked_program_ends_with_its_client(forks: None, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
+    command = [sys.executable, "-I", "-S", fork_client.__file__, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout
+        pid = int(client.stdout.readline())
+        client.kill()
+    until_s = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until_s
+
+
+def test_only_workers_without_a_gpu_are_forked(forks: None) -> None:
+    environment = {"A": "b"}
+    assert fork_client.__file__ in str(forked(environment, NO_MATHS)["py_executable"])
+    assert forked(environment, Resources(num_gpus=0.5)) == {"env_vars": environment}
