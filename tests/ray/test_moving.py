@@ -51,7 +51,7 @@ async def running(crew: WorkerSet, task: Assignment) -> tuple[asyncio.Task[Rolle
         await asyncio.sleep(0.02)
         loads = await crew.rollouts.loads()
         where = crew.rollouts.placements().get(task.group_id)
-        if any(load.replica == where and load.stats.num_tokens and load.stats.num_running for load in loads):
+        if any(load.replica == where and load.stats.num_tokens and load.num_present for load in loads):
             return group, where or ""
 
 
@@ -73,13 +73,13 @@ def test_a_moved_group_keeps_its_version_while_its_source_reloads(crew, tmp_path
         assert await rollouts.move(source, host) == 1
         await crew.lines[POLICY].actor.publish(1)
         loads = {load.replica: load for load in await rollouts.loads()}
-        assert loads[source].stats.num_running == 0 < loads[host].stats.num_running
+        assert loads[source].num_present == 0 < loads[host].num_present
         newer = await rollouts.run(assignment(7, done, version=1))
         assert (newer.group.replica, newer.group.oldest_version) == (source, 1)
         answer.touch()
         assert {span.version for span in (await group).group.versions} == {0}
         loads = {load.replica: load for load in await rollouts.loads()}
-        assert (loads[host].version, loads[host].stats.num_running) == (0, 0)
+        assert (loads[host].version, loads[host].num_present) == (0, 0)
 
     played(crew, scenario)
 

@@ -35,16 +35,17 @@ class Idle:
 
 async def begin():
     idle = start(Idle, "idle", Idle, Resources(), 90)
+    ranks = [idle]
     if "ranks" in sys.argv:
-        ranks = idle, start(Idle, "other", Idle, Resources(), 90)
+        ranks += [start(Idle, "other", Idle, Resources(), 90)]
         address = await idle.address()
         sums = await asyncio.gather(*(each.call(Idle.join, rank, address) for rank, each in enumerate(ranks)))
         assert sums == [2.0, 2.0]
-    return await idle.call(Idle.token)
+    return ranks, await idle.call(Idle.token)
 
 for _ in range(int(sys.argv[1])):
     cluster = connect(None, 2)
-    token = asyncio.run(begin())
+    ranks, token = asyncio.run(begin())  # they end if nobody has them
     context = ray.get_runtime_context()
     print(json.dumps([context.gcs_address, context.get_session_name(), token]), flush=True)
     sys.stdin.readline()

@@ -99,10 +99,9 @@ class ForkServer:
         folder = Path(tempfile.mkdtemp(prefix="rlsys-forks-"))
         path = folder / "socket"
         words = [sys.executable, "-m", fork_server.__name__, str(path)]
-        # A session of its own: Ctrl-C and the end of the terminal are not for it.
-        process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, start_new_session=True, env=_search_path_in(os.environ)
-        )
+        env = _environment_of_forks(os.environ)
+        # A process group of its own: Ctrl-C is not for it.
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=env)
         os.environ[fork_client.SERVER] = str(path)
         return cls(process, folder)
 
@@ -122,8 +121,8 @@ def forked(environment: Mapping[str, str], resources: Resources) -> dict[str, ob
     return {"env_vars": {**environment, fork_client.SERVER: path}, "py_executable": client}
 
 
-def _search_path_in(environment: Mapping[str, str]) -> dict[str, str]:
-    return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def _environment_of_forks(environment: Mapping[str, str]) -> dict[str, str]:
+    return {fork_server.FIRST: "1", **environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 
@@ -33,6 +34,8 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_fast",
 )  # fmt: skip
 """Modules of libraries that workers use; one that is not installed is left out."""
+FIRST = "RLSYS_FORKED"
+"""First variable of the server's environment."""
 NUM_STREAMS = 3
 """Standard input, output and error, which the client hands over."""
 
@@ -64,6 +67,7 @@ def main() -> None:
 
 def become_worker(client: socket.socket) -> None:
     """Run the program that a client was started for, with all that it hands over. Does not return."""
+    os.setpgid(0, 0)  # Ray kills the whole process group of a worker that ends
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(client, 1 << 16, NUM_STREAMS)
     while not request.endswith(b"\n"):
@@ -75,8 +79,7 @@ def become_worker(client: socket.socket) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.environ.clear()
-    os.environ.update(told["environment"])
+    _set_environment(told["environment"])
     os.chdir(told["folder"])
     os.nice(told["niceness"] - os.nice(0))
     sys.argv = told["arguments"]
@@ -101,6 +104,15 @@ def become_worker(client: socket.socket) -> None:
         stream.flush()
     client.send(bytes([code & 0xFF]))
     os._exit(code)
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    """Change the environment. Its first variable stays where it is: Ray finds the title of a process by it."""
+    for name in os.environ.keys() - wanted.keys() - {FIRST}:
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _end_with(client: socket.socket) -> None:
