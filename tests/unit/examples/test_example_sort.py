@@ -5,13 +5,25 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from algorithms.kto import KTO
+from algorithms.sft import SFT
 from examples.demo import draw_curve
+from examples.sort import two_stage
 from examples.sort.prepare import Recipe, accuracy, demonstrations, draw_prompts, prepare, right_answer
 from examples.sort.reward import exact_sort
 from examples.study import running_mean
 from examples.tiny_policy import CHARACTERS, build_tokenizer, new_model
+from rlsys.config import Config
 
 TOY = Recipe(seed=3, steps=1, batch_size=8, num_train=16, num_eval=4)
+
+
+@pytest.mark.parametrize("case", two_stage.CASES)
+def test_the_stages_of_every_case_are_configurations_of_equally_many_steps(case: str):
+    stages = two_stage.CASES[case]
+    kinds = [type(Config.load("examples/sort/run.yaml", [override]).algorithm) for override, _ in stages]
+    assert kinds in ([KTO], [SFT, KTO], [SFT])
+    assert sum(share for _, share in stages) == 1
 
 
 def test_every_character_is_one_id_and_comes_back():
