@@ -68,7 +68,7 @@ class ReplicaWatcher:
             if holds == held and now_s - told_s < AGAIN_S:
                 continue
             self._told[load.replica] = (holds, now_s)
-            numbers = (stats.num_running, stats.num_waiting, stats.kv_used, stats.num_tokens)
+            numbers = (load.num_present, stats.num_waiting, stats.kv_used, stats.num_tokens)
             self.events.emit(ReplicaSeen(load.replica, *holds, *numbers))
 
     def _place(self, placements: Mapping[int, str]) -> None:
