@@ -6,7 +6,7 @@ Part of `benchmarks.agents`. Replicas are workers of a real pool in processes of
 8 slots, a token a tick of 5 ms, whatever else the machine does. Groups of 8 sessions are given to the pool 6 at a time,
 for as long as is measured. Between turns a tool takes 50 ms.
 
-* `uneven`: a task has between 1 and 40 turns, lognormal, median 4; its sessions differ by a quarter.
+* `uneven`: a session has between 1 and 40 turns, lognormal, median 4, so that most of a group wait for its last.
 * `even`: every session has 8 turns.
 * `single`: every session is one reply, of 5 to 400 tokens.
 
@@ -44,7 +44,7 @@ NUM_REPLICAS, SLOTS, TICK_S = 4, 8, 0.005
 GROUP_SIZE, IN_FLIGHT = 8, 6
 TOOL_S = 0.05
 NUM_TOKENS, MAX_TOKENS = 40, 400
-MAX_TURNS, EVEN_TURNS = 40, 8
+MEDIAN_TURNS, MAX_TURNS, EVEN_TURNS = 4, 40, 8
 WARM_UP_S = 5.0
 Sessions: TypeAlias = Literal["uneven", "even", "single"]
 Routing: TypeAlias = Literal["turn", "group"]
@@ -74,8 +74,8 @@ def turns_of(kind: str, number: int, episode: int) -> int:
     """Return the number of turns of an episode."""
     if kind != "uneven":
         return EVEN_TURNS if kind == "even" else 1
-    of_task = random.Random(number).lognormvariate(math.log(4), 1.0)
-    return max(1, min(MAX_TURNS, round(of_task * random.Random(f"{number}/{episode}").uniform(0.75, 1.25))))
+    drawn = random.Random(f"{number}/{episode}").lognormvariate(math.log(MEDIAN_TURNS), 1.0)
+    return max(1, min(MAX_TURNS, round(drawn)))
 
 
 def reply_of(request: Request) -> list[int]:

@@ -92,22 +92,30 @@ class ForkServer:
 
     process: subprocess.Popen[bytes]
     folder: Path
+    before: str | None = None
+    """Socket of the server that this process used before."""
 
     @classmethod
     def start(cls) -> Self:
         """Start it, for all workers that this process starts from now on."""
         folder = Path(tempfile.mkdtemp(prefix="rlsys-forks-"))
         path = folder / "socket"
-        words = [sys.executable, "-m", fork_server.__name__, str(path)]
-        env = _environment_of_forks(os.environ)
-        # A process group of its own: Ctrl-C is not for it.
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=env)
-        os.environ[fork_client.SERVER] = str(path)
-        return cls(process, folder)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen(128)
+            number = listener.fileno()
+            words = [sys.executable, "-m", fork_server.__name__, str(number)]
+            env = _environment_of_forks(os.environ)
+            # A process group of its own: Ctrl-C is not for it.
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=env, pass_fds=[number])
+        before, os.environ[fork_client.SERVER] = os.environ.get(fork_client.SERVER), str(path)
+        return cls(process, folder, before)
 
     def close(self) -> None:
         """End it. Workers that it has forked go on."""
-        os.environ.pop(fork_client.SERVER, None)
+        if os.environ.get(fork_client.SERVER) == str(self.folder / "socket"):
+            del os.environ[fork_client.SERVER]
+            os.environ.update({fork_client.SERVER: self.before} if self.before else {})
         self.process.kill()
         self.process.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)

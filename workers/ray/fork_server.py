@@ -1,14 +1,15 @@
 """A process that has imported the large libraries, and forks the workers of a local cluster.
 
-    python -m workers.ray.fork_server SOCKET
+    python -m workers.ray.fork_server LISTENER
 
 Importing torch and transformers takes a worker seconds of a processor, and all workers of a machine import the same. In
 a local cluster, Ray starts each worker by `workers.ray.fork_client`, which asks this server for a fork: it has the
 libraries already, and shares their memory. None of our modules is imported here, nor Ray, whose constants depend on the
 environment. A process with a GPU is never forked: CUDA does not survive it. Tests fork short programs, too.
 
-The server ends with its standard input, whose writer is the process that started the cluster. A forked worker ends with
-its client, which is the process that the raylet knows until the worker reports its own.
+LISTENER is the descriptor of a socket that listens. The server ends with its standard input, whose writer is the
+process that started the cluster. A forked worker ends with its client, which is the process that the raylet knows
+until the worker reports its own.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ def main() -> None:
 
     Waits for clients and for the end of standard input; unblocked by either.
     """
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(sys.argv[1])
-        listener.listen(128)  # clients wait for the imports, which take them as long
+    with socket.socket(fileno=int(sys.argv[1])) as listener:  # clients wait for the imports, which take them as long
         for name in PRELOADED:
             with suppress(ImportError):
                 import_module(name)

@@ -411,7 +411,7 @@ def test_staleness_beyond_the_limit_of_the_algorithm_is_refused(tmp_path: Path):
     lr=st.floats(1e-12, 1, exclude_min=True),
     seed=st.integers(0, 2**63 - 1),
     name=st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}\Z"),
-    address=st.none() | st.text(st.characters(exclude_characters="\0"), max_size=20),
+    address=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
     beta=st.floats(1e-9, 1e9),
 )
 @example(lr=1e-3, seed=0, name="run", address="next\x85line\u2028", beta=1.0)
