@@ -3,8 +3,8 @@
     python -m benchmarks.measure benchmarks.turn_routing:measured '[3, 30.0]'
 
 Part of `benchmarks.agents`. Replicas are workers of a real pool in processes of their own; their engines are scripted:
-8 slots, a token a tick of 5 ms, whatever else the machine does. Groups of 8 sessions are given to the pool 6 at a time,
-for as long as is measured. Between turns a tool takes 50 ms.
+8 slots, a token a tick of 5 ms, whatever else the machine does. The pool has 12 groups of 8 sessions in flight,
+as long as is measured. Between turns a tool takes 50 ms.
 
 * `uneven`: a session has between 1 and 40 turns, lognormal, median 4, so that most of a group wait for its last.
 * `even`: every session has 8 turns.
@@ -41,7 +41,7 @@ from workers.rollout.rollout_worker import RolloutWorker
 from workers.rollout.turn_router import TurnRouter
 
 NUM_REPLICAS, SLOTS, TICK_S = 4, 8, 0.005
-GROUP_SIZE, IN_FLIGHT = 8, 6
+GROUP_SIZE, IN_FLIGHT = 8, 12
 TOOL_S = 0.05
 NUM_TOKENS, MAX_TOKENS = 40, 400
 MEDIAN_TURNS, MAX_TURNS, EVEN_TURNS = 4, 40, 8

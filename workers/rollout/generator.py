@@ -199,9 +199,14 @@ class Generator:
         change or, `between` groups, a change waits for the groups here."""
         running = [request for stay in self._stays.values() for request in stay.running.values()]
         is_changing = self._is_loading or (self._change.when == "between" and self._changing.locked())
-        has_room = self.turns is not None and len(running) < self.turns.num_slots and not is_changing
         weight = sum(request_weight(len(request.prompt_ids) + request.num_begun) for request in running)
-        return TurnLoad(weight, has_room and self._gate_open, self.acknowledged)
+        return TurnLoad(weight, self.has_slot and self._gate_open and not is_changing, self.acknowledged)
+
+    @property
+    def has_slot(self) -> bool:
+        """Would the engine start another request at once? Turns of the groups here need no more: a change of weights
+        may wait for them."""
+        return self.turns is not None and sum(len(stay.running) for stay in self._stays.values()) < self.turns.num_slots
 
     @remote("sampling a turn for group {ticket.group_id} of {ticket.owner}", patience=inf)
     async def visit(

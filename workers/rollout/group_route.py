@@ -277,7 +277,7 @@ class GroupRoute:
         does not tell that it has room.
         """
         while True:
-            home = await self.home.turn_load()
+            home = replace(await self.home.turn_load(), has_room=self.home.has_slot)
             peer = await turns.choose(home, request.prompt_ids)
             if peer is not None:
                 break

@@ -161,6 +161,27 @@ def test_a_peer_changes_its_weights_after_the_turns_that_it_took():
     played(pair.workers, scenario)
 
 
+def test_turns_go_on_at_home_while_a_change_of_weights_waits_for_them():
+    pair = Pair()
+
+    async def scenario() -> None:
+        await pair.meet()
+        await pair.engines[1].pause()
+        busy = asyncio.create_task(pair.b.run(assignment(group_id=5, size=64)))  # no room there
+        group = asyncio.create_task(pair.a.run(assignment(size=GROUP)))
+        await until(lambda: pair.engines[0].stats().num_tokens > 0)
+        pair.shelf.put(1)
+        change = asyncio.create_task(pair.a.run(assignment(1, group_id=4, size=0)))
+        await until(pair.a.generator._changing.locked)
+        done, _ = await group
+        assert done.group.versions == (VersionSpan(0, 3 * GROUP * NUM_TOKENS),)
+        await change
+        await pair.engines[1].resume()
+        await busy
+
+    played(pair.workers, scenario)
+
+
 class Lost(Generator):
     """A peer that dies while it samples."""
 
