@@ -249,8 +249,6 @@ class Generator:
         finally:
             del stay.running[request.id]
             stay.quiet.set()
-            if self.turns is not None:
-                self.turns.freed()
         if done.finish != "abort":
             stay.finished.append((request, done))
         return done

@@ -271,19 +271,11 @@ class GroupRoute:
 
     async def _visited(self, turns: TurnRouter, request: Request) -> tuple[Request, bool]:
         """Let a peer sample a turn that would wait here. Returns the request with the tokens so far, and whether it is
-        done. A peer that fails loses its tokens of the turn, and only those.
-
-        Waits where there is room neither here nor at a peer; unblocked by a request that ends here, and by time: a peer
-        does not tell that it has room.
-        """
-        while True:
-            home = replace(await self.home.turn_load(), has_room=self.home.has_slot)
-            peer = await turns.choose(home, request.prompt_ids)
-            if peer is not None:
-                break
-            if home.has_room or not turns.peers or self.place is not self.home:
-                return request, False
-            await turns.wait_for_room()
+        done. A peer that fails loses its tokens of the turn, and only those."""
+        home = replace(await self.home.turn_load(), has_room=self.home.has_slot)
+        peer = await turns.choose(home, request.prompt_ids)
+        if peer is None:
+            return request, False
         self.away[request.id] = peer
         try:
             done, weights = await peer.visit(self.ticket, request, home.held)

@@ -3,8 +3,7 @@
 The driver routes groups to replicas before it knows how long their sessions are. So some replicas have too many
 requests while others have free slots. Requests are therefore routed one by one, as in AgentMath (arXiv:2512.20745).
 Its balancer knows all replicas; here each replica asks a few peers, and only when its own slots are taken, so that no
-process sees every request (the power of two choices: Mitzenmacher, IEEE TPDS 12(10), 2001). A turn for which nobody has
-room waits outside of the engines, so that it goes to the first slot that it hears of.
+process sees every request (the power of two choices: Mitzenmacher, IEEE TPDS 12(10), 2001).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
     from workers.rollout.generator import Generator
 
 P = TypeVar("P")
-NUM_ASKED = 3
+NUM_ASKED = 2
 """Peers that are asked, besides the one that sampled the turn before."""
 ANSWER_S = 1.0
 """Deadline of their answers: until then the turn waits."""
-RETRY_S = 0.05
-"""Seconds after which a turn that waits looks at other peers."""
 REST_S = 10.0
 """Seconds for which a peer that failed is not asked."""
 NUM_COMPARED = 16
@@ -78,7 +74,6 @@ class TurnRouter:
     """In other processes: their methods may raise `WorkerError`."""
     num_away: int = 0
     """Turns that peers have sampled."""
-    _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _chance: random.Random = field(default_factory=random.Random)
     _rests_until_s: dict[str, float] = field(default_factory=dict)
     _prefixes: dict[tuple[int, tuple[int, ...]], Generator] = field(default_factory=dict)
@@ -96,17 +91,6 @@ class TurnRouter:
             asked.append(last)
         told = await asyncio.gather(*map(self._load, asked))
         return place_of_turn(home, [(p, t) for p, t in zip(asked, told, strict=True) if t is not None], last)
-
-    async def wait_for_room(self) -> None:
-        """Return when a request has ended at home, or after `RETRY_S`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RETRY_S):
-                await self._freed.wait()
-
-    def freed(self) -> None:
-        """A request has ended at home: whoever waits looks again."""
-        self._freed.set()
-        self._freed.clear()
 
     def note(self, peer: Generator, token_ids: tuple[int, ...]) -> None:
         """Remember that `peer` sampled a turn that ended with these tokens."""
