@@ -135,7 +135,7 @@ def _environment_of_forks(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LocalStart:
-    """What stands beside a local cluster, and can start before it."""
+    """Keeper and fork server of a local cluster, which can start before it."""
 
     mark: str
     keeper: subprocess.Popen[str]
@@ -156,7 +156,7 @@ class LocalStart:
 
 
 def begin(address: str | None) -> LocalStart | None:
-    """Start what takes seconds and needs no cluster, if `connect` will start a local one at this address."""
+    """Start the keeper and the fork server, if `connect` will start a local cluster at this address."""
     named = address or os.environ.get("RAY_ADDRESS")
     return None if ray.is_initialized() or named not in (None, "", "local") else LocalStart.of_this_process()
 

@@ -1,4 +1,4 @@
-"""What the raylet runs instead of Python to start a worker: asks the fork server for one, and lasts as long as it.
+"""Client of the fork server. The raylet runs it instead of Python to start a worker, and it lasts as long as that.
 
     python -I -S workers/ray/fork_client.py SCRIPT ARGUMENTS...
 

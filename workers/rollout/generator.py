@@ -204,8 +204,8 @@ class Generator:
 
     @property
     def has_slot(self) -> bool:
-        """Would the engine start another request at once? Turns of the groups here need no more: a change of weights
-        may wait for them."""
+        """True if the engine would start another request at once. Turns of the groups here need no more, because a
+        change of weights may wait for them."""
         return self.turns is not None and sum(len(stay.running) for stay in self._stays.values()) < self.turns.num_slots
 
     @remote("sampling a turn for group {ticket.group_id} of {ticket.owner}", patience=inf)

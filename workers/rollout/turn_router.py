@@ -41,7 +41,7 @@ class TurnLoad:
     weight: int
     """Total `request_weight` of the requests at its engine."""
     has_room: bool
-    """Would its engine start another request at once?"""
+    """True if its engine would start another request at once."""
     held: Acknowledged | None = None
     """The weights that it samples from; None for those that it was started with."""
 

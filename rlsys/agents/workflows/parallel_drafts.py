@@ -30,7 +30,7 @@ ANSWER = "Answer the task. You are given notes from several attempts; check them
 class ParallelDrafts(Workflow):
     """Agents `draft` attempt the task in parallel, and the root agent answers from their notes.
 
-    A draft that fails or is cut is left out of the notes, and the episode goes on. `Session.num_sequential` counts the
+    A draft that is stopped is left out of the notes, and the episode goes on. `Session.num_sequential` counts the
     longest draft of each round, its distiller and the answer.
     """
 
@@ -39,7 +39,7 @@ class ParallelDrafts(Workflow):
     num_rounds: PositiveInt = 1
     """Rounds before the answer."""
     distills: bool = False
-    """Does an agent `distiller` write the notes of a round? Otherwise they are the drafts, one after the other."""
+    """True if an agent `distiller` writes the notes of a round; otherwise they are the drafts, one after the other."""
     max_note_chars: PositiveInt = 20_000
     """Longest notes, in characters; the rest is cut."""
     draft_system: str = DRAFT

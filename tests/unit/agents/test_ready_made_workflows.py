@@ -557,17 +557,30 @@ def test_a_distiller_keeps_the_notes_of_all_rounds_small():
     assert episode.num_sequential == 2 * (len("attempt") + 99) + len("42")
 
 
-def test_a_draft_without_an_end_is_left_out_of_the_notes():
-    workflow = ParallelDrafts(num_drafts=2, max_episode_tokens=12)
+def test_a_stopped_draft_is_left_out_of_the_notes():
+    seen: list[str] = []
+
+    def reply(prompt: str) -> str:
+        seen.append(prompt)
+        if len(seen) == 1:
+            raise AgentStopped
+        return "ok"
+
+    episode = played(ParallelDrafts(num_drafts=2), TASK, reply)
+    assert "Attempt 2: ok" in seen[-1] and "Attempt 1" not in seen[-1]
+    assert len(episode.trajectories) == 3
+
+
+def test_what_a_draft_said_up_to_its_limit_is_in_the_notes():
     seen: list[str] = []
 
     def reply(prompt: str) -> str:
         seen.append(prompt)
         return "far too long" if len(seen) == 1 else "ok"
 
-    episode = played(workflow, TASK, reply)
-    assert "Attempt 2: ok" in seen[-1]
-    assert len(episode.trajectories) == 3
+    episode = played(ParallelDrafts(num_drafts=2, max_episode_tokens=12), TASK, reply)
+    assert "Attempt 1: far to\n\nAttempt 2: ok" in seen[-1]
+    assert episode.trajectories[1].outcome.kind == TRUNCATED
 
 
 # ------------------------------------------------------------------------------------------------------------ research
