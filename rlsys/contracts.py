@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan
@@ -25,6 +25,9 @@ from rlsys.types import (
     Task,
     VersionSpan,
 )
+
+if TYPE_CHECKING:
+    from rlsys.config import Config
 
 T = TypeVar("T")
 
@@ -206,6 +209,10 @@ class TrainedModel(Protocol):
         Returns once they are copied to host memory: the next step may change them. The result is awaited until the
         copy is on disk. Raises `CheckpointError` in either part.
         """
+
+    async def retune(self, config: Config) -> None:
+        """Train on with the algorithm and the optimizer's settings of this configuration, which differs in nothing
+        else. Successors of a `restart` do so too."""
 
     async def watch(self) -> None:
         """Return never. Raises `WorkerDied` soon after a rank died, and `DeadlineExceeded` for one that is frozen."""

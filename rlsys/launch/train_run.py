@@ -10,14 +10,14 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
@@ -29,6 +29,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
+from rlsys.loop.population import Meetings
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
     CheckpointPassedOver,
@@ -123,6 +124,16 @@ class Summary:
                 self._events.emit(PhaseDone("first_step", time.monotonic() - self._began))
 
     def close(self) -> None: ...
+
+
+class Stops(Protocol):
+    """What may stop a job; see `Interruptible`."""
+
+    stop: Callable[[], object]
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that did; None if there was none."""
 
 
 class Stopping:
@@ -237,10 +248,12 @@ class TrainingJob:
         began: float,
         *,
         progress: bool,
+        label: str = "",
     ) -> TrainingJob:
-        """Open the run of every trained policy; `owns` and `starts` are by its name."""
+        """Open the run of every trained policy; `owns` and `starts` are by its name. Lines on the screen begin with
+        that, or else with `label`."""
         runs = {
-            name: PolicyRun.of(own, starts[name], began, progress=progress, policy=name if config.policies else "")
+            name: PolicyRun.of(own, starts[name], began, progress=progress, policy=name if config.policies else label)
             for name, own in owns.items()
         }
         if not config.policies:
@@ -301,7 +314,7 @@ class TrainingJob:
                     async with cluster.watch.during(self._emit_loss, self._end_stuck):
                         ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
                         link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
-                        await self._train(data, interruptible)
+                        await self.train(data, interruptible)
                     self.result.steps = min(run.result.steps for run in self.runs.values())
                 except ClusterLost as lost:
                     self._note_saved(lost)
@@ -334,15 +347,25 @@ class TrainingJob:
             kept = "no step is saved; begin anew" if saved is None else f"step {step_of(saved)} is saved; go on"
             lost.add_note(f"{policy}{kept} with run.resume=auto")
 
-    async def _train(self, data: preflight.Data, interruptible: Interruptible) -> None:
-        """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
+    async def train(
+        self,
+        data: preflight.Data,
+        stops: Stops,
+        *,
+        progress: Progress | None = None,
+        meetings: Meetings | None = None,
+    ) -> None:
+        """Start the workers, train, end them; a population's runs share a `progress`, and each has `meetings`.
+
+        Raises `Interrupted` if the user stopped any of it.
+        """
         from workers.worker_set import WorkerSet
 
         workers = WorkerSet.of(self.config)
         try:
             await self._set_up(workers)
             joint = Joint(workers.rollouts, workers.rewards) if self.config.policies else None
-            drivers = self._drivers(workers, joint, data)
+            drivers = self._drivers(workers, joint, data, progress or Progress(), meetings)
             starts = dict.fromkeys(self.runs, 0)
             for name, run in self.runs.items():
                 if run.checkpoint is not None:
@@ -351,7 +374,7 @@ class TrainingJob:
             for name, run in self.runs.items():
                 run.events.emit(RunStarted(str(run.config.run_dir), starts[name], drivers[name].end))
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
-            interruptible.stop = lambda: [driver.stop() for driver in drivers.values()]
+            stops.stop = lambda: [driver.stop() for driver in drivers.values()]
             if joint is None:
                 reached = {name: await driver.run(starts[name]) for name, driver in drivers.items()}
             else:
@@ -363,8 +386,8 @@ class TrainingJob:
             self.runs[name].result.early_stop = driver.early_stop if reached[name] < driver.end else ""
         is_cut = any(reached[n] < driver.end and not driver.early_stop for n, driver in drivers.items())
         is_cut = is_cut or any(lane.was_given_up for lane in lanes)
-        if interruptible.signal is not None and is_cut:
-            raise Interrupted(self._interruption(drivers, reached), interruptible.signal)
+        if stops.signal is not None and is_cut:
+            raise Interrupted(self._interruption(drivers, reached), stops.signal)
 
     async def _set_up(self, workers: WorkerSet) -> None:
         """Return once all workers are set up; emit what happens to them in the background, from now on."""
@@ -381,15 +404,28 @@ class TrainingJob:
             transport = line.relays.transport
             events.emit(TransportChosen(policy, transport.name, transport.reason))
 
-    def _drivers(self, workers: WorkerSet, joint: Joint | None, data: preflight.Data) -> dict[str, Driver]:
-        progress = Progress()
+    def _drivers(
+        self,
+        workers: WorkerSet,
+        joint: Joint | None,
+        data: preflight.Data,
+        progress: Progress,
+        meetings: Meetings | None,
+    ) -> dict[str, Driver]:
         drivers: dict[str, Driver] = {}
         for name, run in self.runs.items():
             line = workers.lines[name]
             own = line.workers(JointRollouts(joint, name), JointRewards(joint, name)) if joint else workers.workers()
             tasks = copy(data.train)  # the tasks are shared, the place in them is not
             drivers[name] = build_driver(
-                run.config, own, tasks, run.events, eval_sets=data.eval, progress=progress, look_s=LOOK_S
+                run.config,
+                own,
+                tasks,
+                run.events,
+                eval_sets=data.eval,
+                progress=progress,
+                look_s=LOOK_S,
+                meetings=meetings,
             )
         return drivers
 

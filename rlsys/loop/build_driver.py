@@ -19,6 +19,7 @@ from rlsys.loop.evaluation import EVALUATIONS, EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import BatchShape
+from rlsys.loop.population import Meetings
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
 from rlsys.loop.task_ledger import Curriculum, Ledger
@@ -37,11 +38,13 @@ def build_driver(
     eval_sets: Mapping[str, Sequence[Task]] | None = None,
     progress: Progress | None = None,
     look_s: float = 0,
+    meetings: Meetings | None = None,
 ) -> Driver:
     """Build the driver of a run.
 
     `eval_sets` are evaluated during training, on `workers.evaluation`. The drivers of a run with several policies share
-    one `progress`. `look_s` is the time between two observations of replicas and queue, for events; 0 disables them.
+    one `progress`, as do those of a population, whose runs have `meetings`. `look_s` is the time between two
+    observations of replicas and queue, for events; 0 disables them.
     """
     transfer_s, bound, saves = config.limits.transfer_s, config.staleness_bound, config.checkpoint
     best = best_of(config)
@@ -68,6 +71,7 @@ def build_driver(
         copies=CheckpointCopies(checkpoints, remote, events) if remote else None,
         repacker=_repacker_of(config, workers.rollouts, events),
         look_s=look_s,
+        meetings=meetings,
     )
 
 

@@ -43,11 +43,21 @@ from rlsys.errors import (
     WorkerError,
     first_of,
 )
-from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, load_models, newest_whole, read_state, save_models
+from rlsys.loop.checkpoint import (
+    GROUPS,
+    STEP,
+    Checkpoints,
+    DriverState,
+    load_models,
+    newest_whole,
+    read_state,
+    save_models,
+)
 from rlsys.loop.evaluation import EvaluationLane
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, GivenUp, Retries
 from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit
 from rlsys.loop.learner import REFERENCE, BatchShape, Learner, StepResult
+from rlsys.loop.population import Meetings, Switch
 from rlsys.loop.remote_checkpoints import CheckpointCopies
 from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_watcher import ReplicaWatcher
@@ -111,6 +121,8 @@ class Driver:
     """None if moving trajectories gains nothing."""
     look_s: float = 0
     """Seconds between two observations of replicas and queue, for events; 0 disables them."""
+    meetings: Meetings | None = None
+    """Meetings with the other runs of a population; None for a run of its own."""
     _stopping: bool = field(default=False, init=False)
     _waits: dict[asyncio.Timeout, float] = field(default_factory=dict, init=False)
     """What the learner waits for, and the seconds that each may last after `stop`."""
@@ -132,6 +144,8 @@ class Driver:
     """Deaths of actor or critic since the last finished step."""
     _trouble: WorkerError | None = field(default=None, init=False)
     """Failure of actor or critic that a producer met."""
+    _sent_home: str = field(default="", init=False)
+    """Reason for which a meeting ended the run."""
 
     def __post_init__(self) -> None:
         self._clock = StepClock(self.events)
@@ -157,7 +171,12 @@ class Driver:
     @property
     def early_stop(self) -> str:
         """Reason for which the run ends before `end`; empty if it does not."""
-        return self.checkpoints.best.early_stop
+        return self.checkpoints.best.early_stop or self._sent_home
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps behind the weights."""
+        return self._version - self.num_lost
 
     async def run(self, start: PolicyVersion) -> PolicyVersion:
         """Train from version `start` to `end`; return the version reached, which is lower only after `stop` or with an
@@ -443,14 +462,8 @@ class Driver:
         """
         began = asyncio.get_running_loop().time()
         self.events.emit(WorkerFailed(failure.worker, failure.phase, str(failure)))
-        self._learner.is_half_way = True  # nothing can be saved until a checkpoint is loaded
+        await self._give_up_groups()
         self._troubled.clear()
-        for loop in self._filling:
-            loop.cancel()
-        await asyncio.gather(*self._filling, return_exceptions=True)
-        if self.evaluation:
-            self.evaluation.give_up()
-        self.weights.give_up()
         async with self._until_stopped():
             await asyncio.gather(*(model.restart() for model in self.workers.models.values()))
             if self._saving is not None:  # it failed with the ranks, unless it was all but written
@@ -462,11 +475,25 @@ class Driver:
             self._learner.is_half_way = False
         if self._learner.is_half_way:
             return  # by `stop`
+        self._go_on()
+        self.events.emit(RolledBack(self._version, checkpoint, self.num_lost, self.end))
+        self.events.emit(WorkerRestarted(failure.worker, asyncio.get_running_loop().time() - began))
+
+    async def _give_up_groups(self) -> None:
+        """End producers and annotators, and a running evaluation: the weights will be others."""
+        self._learner.is_half_way = True  # nothing can be saved until a checkpoint is loaded
+        for loop in self._filling:
+            loop.cancel()
+        await asyncio.gather(*self._filling, return_exceptions=True)
+        if self.evaluation:
+            self.evaluation.give_up()
+        self.weights.give_up()
+
+    def _go_on(self) -> None:
+        """Start producers and annotators on the restored weights."""
         if self.repacker:
             self.repacker.published(self._version)
         self._fill_queue()
-        self.events.emit(RolledBack(self._version, checkpoint, self.num_lost, self.end))
-        self.events.emit(WorkerRestarted(failure.worker, asyncio.get_running_loop().time() - began))
 
     async def _roll_back(self) -> PolicyVersion:
         """Load the newest whole checkpoint, or what this session began with, as `_version`; return its own version."""
@@ -483,6 +510,39 @@ class Driver:
             self._begin_at(state, self._version, self._num_synchronous, ())
         return state.version
 
+    async def _meet(self, meetings: Meetings) -> None:
+        """Meet the other runs of the population, and do as the meeting decides.
+
+        Waits for the checkpoint of this step, and for the others, see `Meetings.meet`; unblocked by `stop` too.
+        """
+        await self._saved()
+        folder = self.checkpoints.folder / STEP.format(self._version)
+        async with self._until_stopped():
+            with self._clock.span("meet"):
+                change = await meetings.meet(self.num_steps, self._version, folder)
+            if change is None:
+                return
+            self._sent_home = change.end
+            if change.checkpoint is not None and not change.end:
+                await self._adopt(change, change.checkpoint)
+
+    async def _adopt(self, change: Switch, checkpoint: Path) -> None:
+        """Go on from another run's checkpoint as a new version, later than any in it, and save that at once."""
+        await self._give_up_groups()
+        if change.config is not None:
+            self.algorithm = self._learner.algorithm = change.config.algorithm
+            await asyncio.gather(*(model.retune(change.config) for model in self.workers.models.values()))
+        state = read_state(checkpoint)
+        self._version = self._restored = max(self._version, state.version) + 1
+        await self._restore(checkpoint, state, self._version)
+        await self.weights.publish(self._version)
+        self._learner.is_half_way = False
+        self._go_on()
+        back = RolledBack(self._version, state.version, self.num_lost, self.end, change.parent, dict(change.values))
+        self.events.emit(back)
+        await self._save(self._version)
+        await self._saved()
+
     async def _train(self) -> None:
         """Run one optimizer step after the other.
 
@@ -493,6 +553,9 @@ class Driver:
         """
         await self._evaluate(self._version)
         while self._version < self.end and not self._stopping and not self.early_stop:
+            if self.meetings and self.meetings.is_due(self.num_steps):
+                await self._meet(self.meetings)
+                continue
             groups: list[InFlightGroup] = []
             async with self._until_stopped():
                 with self._clock.span("wait_batch"):
@@ -573,10 +636,15 @@ class Driver:
 
     async def _maybe_save(self, step: int) -> None:
         is_last = step >= self.end or self._stopping
+        is_last = is_last or (self.meetings is not None and self.meetings.is_due(self.num_steps))
         if self._saving is not None and self._saving.done():
             await self._saving  # raises why the last one failed
         if not self.checkpoints.is_due(step, asyncio.get_running_loop().time(), is_last=is_last):
             return
+        await self._save(step)
+
+    async def _save(self, step: int) -> None:
+        """Begin to save `step`, once the checkpoint before is written."""
         await self._saved()
         began = asyncio.get_running_loop().time()
         writing = None

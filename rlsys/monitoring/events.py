@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, dataclass_transform
 
 from rlsys.types import Group, OutcomeKind, PolicyVersion
@@ -248,7 +248,8 @@ class CheckpointCopyFailed(Event):
 
 
 class RolledBack(Event):
-    """Actor and critic were replaced, and train on from an older state: the steps between the two versions are lost."""
+    """Actor and critic train on from another state: an older one, because they were replaced, or that of another run of
+    the population. The steps between are lost."""
 
     version: PolicyVersion
     """New version of the restored weights."""
@@ -258,6 +259,10 @@ class RolledBack(Event):
     """Versions of the whole run that are no longer steps behind the weights."""
     total_steps: int
     """Version at which the run ends now."""
+    parent: str = ""
+    """Name of the other run; empty if the state is this run's own."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Values of searched keys from here on, by key."""
 
 
 class EvalDone(Event):

@@ -19,6 +19,7 @@ from rlsys.simulate.fake_pools import now
 from rlsys.types import Episode, Group, PolicyVersion, Ref, Task
 
 if TYPE_CHECKING:
+    from rlsys.config import Config
     from rlsys.simulate.fake_world import FakeWorld
 
 
@@ -60,6 +61,8 @@ class _FakeModel(_FakeProcess):
         super().__init__(world)
         self.fetched: Sequence[Group] = ()
         self._plan: BatchPlan | None = None
+        self.config: Config | None = None
+        """That of the last `retune`."""
 
     async def watch(self) -> None:
         await self._died.wait()
@@ -69,6 +72,10 @@ class _FakeModel(_FakeProcess):
         await self._live_again()
         self._end_step()
         self._forget()
+
+    async def retune(self, config: Config) -> None:
+        self._begin("retune")
+        self.config = config
 
     def _forget(self) -> None:
         """Return to the initial model."""

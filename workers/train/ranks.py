@@ -97,6 +97,8 @@ class RankSpec:
 class Rank:
     """One process of several that train a model together."""
 
+    _spec: Any
+    """The `RankSpec` of its kind."""
     _backend: Sharded
     _stabilizer: Stabilizer | None = None
     _fetched: StepData | None = None
@@ -120,6 +122,12 @@ class Rank:
 
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
         raise NotImplementedError
+
+    @remote("taking other settings")
+    def retune(self, optimizer: OptimizerSettings, algorithm: Algorithm) -> None:
+        """Train on with these settings and this algorithm."""
+        self._spec = replace(self._spec, optimizer=optimizer, algorithm=algorithm)
+        self._backend.retune(optimizer)
 
     @remote("copying its state for a checkpoint")
     def save(self, folder: Path) -> None:

@@ -7,17 +7,21 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from rlsys.algorithm import Assigned, Signal
+from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import PayloadLost, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref, Task
 from rlsys.util.deadlines import unless
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
+from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.reference_worker import ReferenceWorker
+
+if TYPE_CHECKING:
+    from rlsys.config import Config
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Rank)
@@ -76,6 +80,8 @@ class ReferenceHandle:
 class RanksHandle(Generic[R]):
     """All ranks of the actor, or of the critic."""
 
+    _settings_of: ClassVar[Callable[[Config], OptimizerSettings]]
+
     def __init__(
         self,
         start: Callable[[int], Sequence[Remote[R]]],
@@ -92,6 +98,8 @@ class RanksHandle(Generic[R]):
         self._start, self._silence_s, self._has_pairs = start, silence_s, has_pairs
         self._num_peers = num_peers
         self._num_before, self._ranks = 0, start(0)
+        self._retuned: tuple[OptimizerSettings, Algorithm] | None = None
+        """Settings that replaced those of the specification."""
         self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
         """Called again and again while a rank waits for a place that the cluster does not have."""
 
@@ -103,6 +111,12 @@ class RanksHandle(Generic[R]):
         address = await self._ranks[0].address() if len(self._ranks) > 1 else ""
         watched = {"silence_s": self._silence_s, "on_unplaced": self.on_unplaced}
         await asyncio.gather(*(rank.setup(address, **watched) for rank in self._ranks))
+        if self._retuned is not None:
+            await self._all(Rank.retune, *self._retuned)
+
+    async def retune(self, config: Config) -> None:
+        self._retuned = self._settings_of(config), config.algorithm
+        await self._all(Rank.retune, *self._retuned)
 
     async def watch(self) -> None:
         await asyncio.gather(*(rank.watch_process(self._silence_s) for rank in self._ranks))
@@ -160,6 +174,7 @@ class ActorHandle(RanksHandle[ActorRank]):
     """Implements `Actor`, and `StepAnnotator` for the reference if it trains an adapter."""
 
     pair_cost = 0.0
+    _settings_of = staticmethod(optimizer_settings)
 
     async def ready(self) -> None:
         await super().ready()
@@ -205,6 +220,8 @@ class ActorHandle(RanksHandle[ActorRank]):
 
 class CriticHandle(RanksHandle[CriticRank]):
     """Implements `Critic`."""
+
+    _settings_of = staticmethod(critic_optimizer_settings)
 
     async def load(self, folder: Path) -> None:
         await self._all(Rank.load, folder)
