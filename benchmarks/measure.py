@@ -64,6 +64,7 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
     Raises `RuntimeError` with the end of its output if the command fails.
     """
     adopt_orphans()  # their CPU time counts
+    before_s = _children_cpu_s()
     metrics.parent.mkdir(parents=True, exist_ok=True)
     log_path = metrics.with_suffix(".log")
     marks: list[Mark] = []
@@ -72,7 +73,7 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
         try:
             while process.poll() is None:
                 if len(marks) < len(steps) and _num_rows(metrics) >= steps[len(marks)]:
-                    marks.append(Mark(_num_rows(metrics), _children_cpu_s(), time.perf_counter()))
+                    marks.append(Mark(_num_rows(metrics), _children_cpu_s() - before_s, time.perf_counter()))
                 time.sleep(POLL_S)
         finally:
             _end_children()

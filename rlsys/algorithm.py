@@ -69,6 +69,12 @@ class TrajectoryAdvantage:
     advantage: float
     sample: int | None = None
     """Index of the sample in the trajectory; None for all samples."""
+    turns: tuple[float, ...] = ()
+    """Advantages of the turns of the trajectory, in order; a turn beyond them has `advantage`."""
+
+    def of_turn(self, turn: int) -> float:
+        """Advantage of the trained tokens of a turn."""
+        return self.turns[turn] if turn < len(self.turns) else self.advantage
 
 
 Assigned: TypeAlias = Sequence[Sequence[TrajectoryAdvantage]]

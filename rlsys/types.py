@@ -214,6 +214,8 @@ class Trajectory:
     """Index of the trajectory that spawned this one; None for the root."""
     policy: str = POLICY
     """Name of the policy that sampled the turns."""
+    is_judged: bool = False
+    """True if the reward functions judge its last turn, as they judge that of a root."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,8 @@ class TrajectoryMeta:
     """`Score.parts` of its score; empty where the workflow gave the reward."""
     policy: str = POLICY
     """Name of the policy that sampled it."""
+    num_turns: int = 0
+    """Its turns, also those without output."""
 
 
 @dataclass(frozen=True)
@@ -410,15 +414,20 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Components of the value, e.g. `{"exact": 1.0, "format": 0.5}`: the unweighted value of each reward function that
     applied, and other numbers a function returned, e.g. `{"compute_score/acc": 1.0}`."""
+    others: Mapping[int, Score] = field(default_factory=dict)
+    """Scores of other trajectories of the episode that are judged, by index, see `Trajectory.is_judged`."""
 
 
 def _scored(episode: EpisodeMeta, score: Score) -> EpisodeMeta:
-    root, *others = episode.trajectories
+    scores = {0: score, **score.others}
+    judged = (_judged(t, scores[i]) if i in scores else t for i, t in enumerate(episode.trajectories))
+    return replace(episode, trajectories=tuple(map(_finite, judged)))
+
+
+def _judged(trajectory: TrajectoryMeta, score: Score) -> TrajectoryMeta:
     if score.value is None:
-        root = replace(root, outcome=failed(score.failure))
-    else:
-        root = replace(root, reward=score.value, parts=score.parts)
-    return replace(episode, trajectories=tuple(map(_finite, (root, *others))))
+        return replace(trajectory, outcome=failed(score.failure))
+    return replace(trajectory, reward=score.value, parts=score.parts)
 
 
 def _finite(trajectory: TrajectoryMeta) -> TrajectoryMeta:

@@ -164,6 +164,8 @@ class Agent:
     is_cut: bool = False
     """True if the context or the budget ended before the agent was done. The trajectory is then truncated."""
     num_children: int = 0
+    is_judged: bool = False
+    """True if the reward functions judge its last turn, as they judge that of a root."""
     request: tuple[asyncio.Task[Any], asyncio.Future[None]] | None = None
     """Task with this agent's request in progress, and a future that is set when the request has ended."""
     _num_asked: int = 0
@@ -182,19 +184,40 @@ class Agent:
         tools: tuple[ToolSchema, ...] = (),
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        begin: str = "",
         tell: Tell | None = None,
     ) -> str:
         """Append `prompt` (text or messages) to the conversation, and return the policy's reply.
 
         None continues from the current context. `max_new_tokens` can lower the run's limit, never raise it. The reply
-        ends after a text of `stop`, which is part of it, and
-        `tell` gets its text while it is sampled. Text is a user's message; if the model has no chat template and no
-        message came before, it is appended unchanged.
+        ends after a text of `stop`, which is part of it, and `tell` gets its text while it is sampled. It begins with
+        `begin`: that text is context, and the policy samples what follows. Text is a user's message; if the model has
+        no chat template and no message came before, it is appended unchanged.
 
         `tools` are described to the policy; `act` also reads its calls. Raises `ContextFull` if the conversation no
         longer fits, `BudgetSpent` if a limit of the workflow is reached.
         """
-        return await self._exchange(prompt, tools, max_new_tokens=max_new_tokens, stop=stop, tell=tell)
+        return await self._exchange(prompt, tools, max_new_tokens=max_new_tokens, stop=stop, begin=begin, tell=tell)
+
+    async def resume(
+        self,
+        text: str = "",
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        tell: Tell | None = None,
+    ) -> str:
+        """Continue the last reply, which was cut, on its own tokens and `text`. Returns what the policy adds.
+
+        A reply is cut by `max_new_tokens` or a text of `stop`. `text` is context. No token is tokenized again. Raises
+        `ValueError` if there is no reply, or the policy has ended it; the other errors are those of `chat`.
+        """
+        return await self._exchange(text, max_new_tokens=max_new_tokens, stop=stop, tell=tell, resumes=True)
+
+    @property
+    def has_ended_reply(self) -> bool:
+        """True if the policy ended its last reply with a token for that."""
+        return bool(self.context.ids) and self._policy.spell(self.context.ids[-1:]) in self._policy.stop_texts
 
     async def act(
         self,
@@ -291,7 +314,9 @@ class Agent:
             outcome = failed(self.failure)
         elif self.reward is not None and not math.isfinite(self.reward):
             outcome = failed(f"the workflow gave agent {self.name!r} the reward {self.reward}")
-        trajectory = Trajectory(self.name, tuple(self.turns), outcome, self.reward, parent, self.policy_name)
+        trajectory = Trajectory(
+            self.name, tuple(self.turns), outcome, self.reward, parent, self.policy_name, self.is_judged
+        )
         return without_repeats(trajectory) if any(turn.routing for turn in self.turns) else trajectory
 
     # ------------------------------------------------------------------------------------------------------ inside
@@ -316,8 +341,12 @@ class Agent:
         begin: str = "",
         tell: Tell | None = None,
         recited: str | None = None,
+        resumes: bool = False,
     ) -> str:
-        """Append `prompt`, record the policy's reply, sampled or `recited`, and return it with its beginning."""
+        """Append `prompt`, record the policy's reply, sampled or `recited`, and return it with its beginning.
+
+        `resumes`: the reply continues the last one, and `prompt` is text in it.
+        """
         self._check_silent()
         if self._session.is_over:
             raise RuntimeError(f"agent {self.name!r} is asked after its session ended: await all work in `run`")
@@ -325,9 +354,10 @@ class Agent:
         assert task is not None
         self.request = (task, ended)
         try:
-            asked = await self._asked(prompt, tools)
+            asked = await self._resumed(str(prompt)) if resumes else await self._asked(prompt, tools)
             if begin:
-                begin = after_thinking(self._policy.spell(asked.ids[-_LAST:])) + begin
+                closing = after_thinking(self._policy.spell(asked.ids[-_LAST:]))
+                begin = begin if closing and begin.startswith(closing.strip()) else closing + begin
                 ids = asked.ids + await self._policy.append(begin)
                 asked = replace(asked, ids=ids, begun=asked.begun + begin)
             if not self._session.has_replies:
@@ -351,6 +381,17 @@ class Agent:
         said = (*asked.said, reply) if asked.said else ()
         self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids, begun="")
         return begin + turn.text
+
+    async def _resumed(self, text: str) -> Context:
+        before = self.context
+        if not before.ids or before.unread or (before.said and before.said[-1]["role"] != "assistant"):
+            raise ValueError(f"agent {self.name!r} has no reply to resume: call chat first")
+        if self.has_ended_reply:
+            raise ValueError(f"agent {self.name!r} has ended its reply: call chat for another one")
+        ids = before.ids + await self._policy.append(text) if text else before.ids
+        if not before.said:
+            return replace(before, ids=ids)
+        return replace(before, said=before.said[:-1], ids=ids, begun=before.said[-1]["content"] + text)
 
     async def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
         before = self.context

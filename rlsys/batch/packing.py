@@ -30,6 +30,8 @@ class SampleRef:
     advantage: float
     token_weight: float
     """Weight of each of its trained tokens: the loss of an update is the weighted sum of its tokens' losses."""
+    turns: tuple[float, ...] = ()
+    """See `TrajectoryAdvantage.turns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class _Sample(NamedTuple):
 
 def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) -> list[_Sample]:
     """Return the samples to train, in the order of their tokens."""
-    advantages = {(a.episode, a.trajectory, a.sample): a.advantage for a in assigned}
+    advantages = {(a.episode, a.trajectory, a.sample): a for a in assigned}
     own = {place for place, _ in group.trajectories()}
     every = (
         (meta, e, t, s)
@@ -140,9 +142,10 @@ def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) 
     num_shared = 0
     for meta, e, t, s in sorted(every, key=lambda one: (one[0].order, one[0].prompt_key)):
         num_shared = min(num_shared, meta.num_shared)
-        advantage = advantages.get((e, t, s), advantages.get((e, t, None))) if (e, t) in own else None
-        if advantage is not None and meta.num_trained:
-            samples.append(_Sample(SampleRef(index, e, t, s, advantage, token_weight=0.0), meta, num_shared))
+        given = advantages.get((e, t, s), advantages.get((e, t, None))) if (e, t) in own else None
+        if given is not None and meta.num_trained:
+            ref = SampleRef(index, e, t, s, given.advantage, token_weight=0.0, turns=given.turns)
+            samples.append(_Sample(ref, meta, num_shared))
             num_shared = num_run(meta)
     return samples
 

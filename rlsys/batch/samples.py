@@ -39,6 +39,8 @@ class Sample:
     routing: tuple[bytes, ...] = ()
     """Experts that the engine chose, in pieces: together as many bytes for each token of `run_ids`, all `NOT_RECORDED`
     for one that is not recorded; empty if none is."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """Index in the trajectory, and number of trained tokens, of each of its turns."""
 
     @cached_property
     def run_ids(self) -> Ints:
@@ -84,9 +86,11 @@ def placed(trajectory: Trajectory) -> Iterator[PlacedTurn]:
 
 def samples_of(trajectory: Trajectory) -> Iterator[Sample]:
     """Yield the samples of one trajectory, in order. A turn without output gives none."""
-    spoken = (one for one in placed(trajectory) if one.turn.output_ids)
-    for _, run in groupby(spoken, key=lambda one: one.sample):
-        yield _joined([one.turn for one in run])
+    spoken = ((index, one) for index, one in enumerate(placed(trajectory)) if one.turn.output_ids)
+    for _, run in groupby(spoken, key=lambda pair: pair[1].sample):
+        turns = [(index, one.turn) for index, one in run]
+        spans = tuple((index, len(turn.output_ids)) for index, turn in turns)
+        yield _joined([turn for _, turn in turns], spans)
 
 
 def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, int], Sample]]:
@@ -100,11 +104,12 @@ def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, in
                 yield (e, t, s), sample
 
 
-def _joined(run: list[Turn]) -> Sample:
+def _joined(run: list[Turn], spans: tuple[tuple[int, int], ...]) -> Sample:
     first = run[0]
     if len(run) == 1:
         trained = (True,) * len(first.output_ids)
-        return Sample(first.prompt_ids, first.output_ids, trained, first.logprobs, first.versions, _routing_of(run))
+        ids, routing = (first.prompt_ids, first.output_ids), _routing_of(run)
+        return Sample(*ids, trained, first.logprobs, first.versions, routing, spans)
     ids, trained, logprobs = [], [], []
     for turn in run:
         observed = turn.prompt_ids[len(first.prompt_ids) + len(ids) :]
@@ -112,7 +117,8 @@ def _joined(run: list[Turn]) -> Sample:
         trained += [False] * len(observed) + [True] * len(turn.output_ids)
         logprobs += [0.0] * len(observed) + [*turn.logprobs]
     versions = tuple(span for turn in run for span in turn.versions)
-    return Sample(first.prompt_ids, tuple(ids), tuple(trained), tuple(logprobs), versions, _routing_of(run))
+    routing = _routing_of(run)
+    return Sample(first.prompt_ids, tuple(ids), tuple(trained), tuple(logprobs), versions, routing, spans)
 
 
 def without_repeats(trajectory: Trajectory) -> Trajectory:
@@ -167,7 +173,15 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
     return tuple(
         EpisodeMeta(
             tuple(
-                TrajectoryMeta(o.agent, o.parent, o.outcome, o.reward, tuple(metas.get((e, t), ())), policy=o.policy)
+                TrajectoryMeta(
+                    o.agent,
+                    o.parent,
+                    o.outcome,
+                    o.reward,
+                    tuple(metas.get((e, t), ())),
+                    policy=o.policy,
+                    num_turns=len(o.turns),
+                )
                 for t, o in enumerate(episode.trajectories)
             ),
             episode.num_tool_calls,

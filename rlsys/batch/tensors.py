@@ -57,11 +57,13 @@ class MicroBatch:
         advantages: Sequence[float] = (),
         columns: _Columns | None = None,
         token_weights: Sequence[float] = (),
+        turns: Sequence[Sequence[float]] = (),
     ) -> MicroBatch:
         """Pack samples into one micro-batch; neighbours share prefixes.
 
         Each sample has an advantage, a token weight (0 if left out, for scoring only) and, per column, one float per
-        completion token. Raises `ValueError` if a column, or the versions of a sample, do not match its tokens.
+        completion token. `turns` are advantages of single turns, see `TrajectoryAdvantage.turns`. Raises `ValueError`
+        if a column, or the versions of a sample, do not match its tokens.
         """
         row = PrefixRow.of([s.run_ids for s in samples], [len(s.prompt_ids) for s in samples])
         is_trained = np.fromiter(chain.from_iterable(s.is_trained for s in samples), np.bool_)
@@ -86,7 +88,7 @@ class MicroBatch:
             num_trained_S=num_trained_S,
             versions_N=torch.from_numpy(_versions(samples, num_trained_S.tolist())),
             behavior_logprobs_N=picked([s.logprobs for s in samples]),
-            advantages_N=spread(advantages),
+            advantages_N=_by_turn(samples, advantages, turns) if any(turns) else spread(advantages),
             weights_N=spread(token_weights),
             columns_N={signal: picked(column) for signal, column in (columns or {}).items()},
             routing_RW=_routing(samples, row),
@@ -162,6 +164,7 @@ class StepData:
                 for signal in self._columns[found[0][0]]
             },
             token_weights=[r.token_weight for r in plan.samples],
+            turns=[r.turns for r in plan.samples],
         )
 
     def num_trained(self, plan: MicroBatchPlan) -> int:
@@ -219,6 +222,17 @@ def _versions(samples: Sequence[Sample], num_trained: Sequence[int]) -> NDArray[
     spans = [span for sample in samples for span in sample.versions]
     versions = np.array([span.version for span in spans], dtype=np.int64)
     return np.repeat(versions, [span.num_tokens for span in spans])
+
+
+def _by_turn(samples: Sequence[Sample], advantages: Sequence[float], turns: Sequence[Sequence[float]]) -> Tensor:
+    """Return the advantage of each trained token: that of its turn, if there is one, or of its sample."""
+    spans = [
+        (own[turn] if turn < len(own) else advantage, num)
+        for sample, advantage, own in zip(samples, advantages, turns, strict=True)
+        for turn, num in sample.turns
+    ]
+    values = torch.tensor([value for value, _ in spans], dtype=torch.float32)
+    return values.repeat_interleave(torch.tensor([num for _, num in spans]))
 
 
 def _routing(samples: Sequence[Sample], row: PrefixRow) -> Tensor | None:

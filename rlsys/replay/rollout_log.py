@@ -111,8 +111,8 @@ class RolloutRecord:
 
     @property
     def advantages(self) -> tuple[tuple[float | None, ...], ...]:
-        """Advantage of each trajectory of each episode; None if it has none, or one per sample."""
-        whole = {(a.episode, a.trajectory): a.advantage for a in self.assigned if a.sample is None}
+        """Advantage of each trajectory of each episode; None if it has none, or one per sample or turn."""
+        whole = {(a.episode, a.trajectory): a.advantage for a in self.assigned if a.sample is None and not a.turns}
         return tuple(
             tuple(whole.get((e, t)) for t in range(len(episode.trajectories)))
             for e, episode in enumerate(self.episodes)

@@ -151,7 +151,7 @@ def total(scores: Sequence[Score]) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """Input of reward functions: the last turn of the root agent."""
+    """Input of reward functions: the last turn of an agent, by default of the root."""
 
     text: str
     ids: tuple[int, ...] = ()
@@ -162,10 +162,10 @@ class RewardInput:
     """None if no function requests it."""
 
     @classmethod
-    def of(cls, episode: Episode, *, with_ids: bool = True, with_episode: bool = True) -> Self:
-        """Take the last turn of an episode's root; empty if there is none."""
+    def of(cls, episode: Episode, trajectory: int = 0, *, with_ids: bool = True, with_episode: bool = True) -> Self:
+        """Take the last turn of one trajectory of an episode; empty if there is none."""
         whole = episode if with_episode else None
-        turns = episode.trajectories[0].turns
+        turns = episode.trajectories[trajectory].turns
         if not turns:
             return cls("", episode=whole)
         last = turns[-1]
@@ -402,6 +402,18 @@ def known_score(episode: Episode) -> Score | None:
     if root.outcome.is_failed:
         return Score(None, root.outcome.reason)
     return None if root.reward is None else score_of(root.reward)
+
+
+def judged_in(episodes: Sequence[Episode]) -> list[tuple[int, int]]:
+    """Return index and trajectory of each agent, not a root, that the reward functions judge in episodes that did not
+    fail."""
+    return [
+        (e, t)
+        for e, episode in enumerate(episodes)
+        for t, trajectory in enumerate(episode.trajectories)
+        if t and trajectory.is_judged and trajectory.reward is None
+        if not (trajectory.outcome.is_failed or episode.trajectories[0].outcome.is_failed)
+    ]
 
 
 def score_of(value: object) -> Score:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -17,7 +17,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, Events, StepDone
-from rlsys.rewards.reward_function import RewardInput, RewardSum, known_score
+from rlsys.rewards.reward_function import RewardInput, RewardSum, judged_in, known_score
 from rlsys.simulate.fake_pools import Spans, now
 from rlsys.simulate.fake_world import FakeWorld, tasks
 from rlsys.simulate.virtual_clock import run_virtual
@@ -170,9 +170,17 @@ class Judge:
     def __call__(self, task: Task, group: Group) -> Iterable[Score]:
         assert isinstance(group.payload, tuple)
         known = {e: known_score(episode) for e, episode in enumerate(group.payload)}
-        unjudged = [RewardInput.of(group.payload[e]) for e, score in known.items() if score is None]
-        scored = iter(self._thread.submit(self._rewards.score, task, unjudged).result())
-        return [score or next(scored) for score in known.values()]
+        judged = judged_in(group.payload)
+        asked = [
+            [RewardInput.of(group.payload[e]) for e, score in known.items() if score is None],
+            [RewardInput.of(group.payload[e], t) for e, t in judged],
+        ]
+        roots, others = ([*self._thread.submit(self._rewards.score, task, each).result()] for each in asked)
+        scored = iter(roots)
+        scores = [score or next(scored) for score in known.values()]
+        for (e, t), score in zip(judged, others, strict=True):
+            scores[e] = replace(scores[e], others={**scores[e].others, t: score})
+        return scores
 
 
 @dataclass

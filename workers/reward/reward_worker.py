@@ -12,6 +12,7 @@ import multiprocessing
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -23,6 +24,7 @@ from rlsys.rewards.reward_function import (
     RewardInput,
     RewardSpec,
     RewardSum,
+    judged_in,
     known_score,
     score_of,
     total,
@@ -138,8 +140,8 @@ class RewardWorker:
         episodes = with_episode(group, episode, donor[donor_episode])
         return versions_of(episodes, policy), (episodes,)
 
-    def _input(self, episode: Episode) -> RewardInput:
-        return RewardInput.of(episode, with_ids=self._wants_ids, with_episode=self._wants_episodes)
+    def _input(self, episode: Episode, trajectory: int = 0) -> RewardInput:
+        return RewardInput.of(episode, trajectory, with_ids=self._wants_ids, with_episode=self._wants_episodes)
 
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         """One score per episode, in order.
@@ -154,7 +156,14 @@ class RewardWorker:
             scored = await self._judge(task, [self._input(episodes[i]) for i in unjudged])
             for i, score in zip(unjudged, scored, strict=True):
                 scores[i] = score
-        return tuple(score for score in scores if score is not None)
+        judged = judged_in(episodes)
+        others: list[dict[int, Score]] = [{} for _ in episodes]
+        if judged:  # by a call of their own: functions of a group compare roots with roots
+            scored = await self._judge(task, [self._input(episodes[e], t) for e, t in judged])
+            for (e, t), score in zip(judged, scored, strict=True):
+                others[e][t] = score
+        pairs = zip(scores, others, strict=True)
+        return tuple(replace(score, others=own) if own else score for score, own in pairs if score is not None)
 
     async def close(self) -> None:
         """End every process at once; pending `score` calls raise `WorkerDied`. Idempotent."""

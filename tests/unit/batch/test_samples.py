@@ -20,20 +20,20 @@ def samples(*turns: Turn) -> list[Sample]:
 
 def test_one_turn_is_one_sample_trained_throughout() -> None:
     (sample,) = samples(turn((1, 2), (3, 4), version=6))
-    assert sample == Sample((1, 2), (3, 4), (True, True), (-1.0, -2.0), (VersionSpan(6, 2),))
+    assert sample == Sample((1, 2), (3, 4), (True, True), (-1.0, -2.0), (VersionSpan(6, 2),), turns=((0, 2),))
 
 
 def test_a_prompt_that_extends_what_came_before_continues_the_sample() -> None:
     (continued,) = samples(turn((1, 2), (3, 4), version=6), turn((1, 2, 3, 4, 90, 91), (5,), version=7))
     is_trained, logprobs = (True, True, False, False, True), (-1.0, -2.0, 0.0, 0.0, -1.0)
     versions = (VersionSpan(6, 2), VersionSpan(7, 1))
-    assert continued == Sample((1, 2), (3, 4, 90, 91, 5), is_trained, logprobs, versions)
+    assert continued == Sample((1, 2), (3, 4, 90, 91, 5), is_trained, logprobs, versions, turns=((0, 2), (1, 1)))
 
 
 def test_a_rewritten_context_starts_a_new_sample() -> None:
     first, second = samples(turn((1, 2), (3, 4)), turn((1, 2, 3, 9), (5,)))
     assert first.completion_ids == (3, 4)
-    assert second == Sample((1, 2, 3, 9), (5,), (True,), (-1.0,), (VersionSpan(0, 1),))
+    assert second == Sample((1, 2, 3, 9), (5,), (True,), (-1.0,), (VersionSpan(0, 1),), turns=((1, 1),))
 
 
 def test_a_turn_without_output_leaves_no_sample() -> None:

@@ -16,8 +16,11 @@ from examples.countdown_parallel.countdown import Countdown, solved, solves
 from examples.lead_subagents import prepare as tables
 from examples.lead_subagents.study import CASES, COMPARISON, figures_of, overrides_of
 from examples.lead_subagents.table import TableFilling, item_f1
+from examples.segments import prepare as sorting
+from examples.segments import study as segments_study
 from examples.study import Result, Trial, append, finished
 from examples.tiny_policy import CHARACTERS, WarmStart, batch_of, build_tokenizer
+from rlsys.agents.workflows.segments import Segments
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config
 from rlsys.testing import played
@@ -198,6 +201,28 @@ def test_parallel_work_is_rewarded_in_one_case_of_two(overrides: tuple[str, ...]
     ]
     figures = parallel_study.figures_of([{"step": 0, "eval/held_out/mean": 0.1}, *rows])
     assert (figures["solved_before"], figures["solved"]) == pytest.approx((0.275, 0.775))
+
+
+@pytest.mark.parametrize("overrides", segments_study.CASES.values())
+def test_progress_is_rewarded_in_one_case_of_two(overrides: tuple[str, ...]):
+    config = Config.load("examples/segments/run.yaml", overrides)
+    assert isinstance(config.rollout.workflow, Segments)
+    assert (type(config.algorithm).__name__, config.rollout.workflow.probes) in (("GRPO", 0), ("MRT", 1))
+    rows = [
+        {"reward/mean": s / 100, "agents/per_episode": 2.0, "completions/length_mean": 15.625} for s in range(1, 41)
+    ]  # 4,000 tokens each
+    figures = segments_study.figures_of([{"step": 0, "eval/held_out/mean": 0.1}, *rows])
+    assert (figures["at_100000"], figures["at_200000"]) == (pytest.approx(0.205), None)
+    assert (figures["last"], figures["tokens"]) == pytest.approx((0.355, 160_000))
+
+
+def test_a_demonstrated_thought_ends_in_order():
+    rng = Random(0)
+    for _ in range(50):
+        ((prompt, reply),) = sorting.demonstration(rng, is_careless=False)
+        thought, answer = reply.split(";")
+        assert answer == "".join(sorted(prompt[:-1]))
+        assert not thought or thought.split(",")[-2] == answer
 
 
 def test_figures_are_of_the_evaluations_before_and_after():

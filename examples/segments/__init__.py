@@ -1,0 +1,1 @@
+"""Thinking in segments, with a reward for the progress of each."""
