@@ -93,6 +93,8 @@ class Graft:
     episode: int
     donor: Group
     donor_episode: int
+    is_older: bool = False
+    """True if the donated episode is older than the staleness bound, which then holds for the others alone."""
 
     def applied(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
         """Return the group with the replaced episode. `payload` refers to the episodes composed by `with_episode`;
@@ -103,7 +105,13 @@ class Graft:
         held = {span.version for span in versions}
         weights = dict.fromkeys(a for a in (*self.group.weights, *self.donor.weights) if a.version in held)
         return replace(
-            self.group, episodes=episodes, versions=versions, weights=tuple(weights), payload=payload, columns={}
+            self.group,
+            episodes=episodes,
+            versions=versions,
+            weights=tuple(weights),
+            payload=payload,
+            columns={},
+            own_oldest=self.group.oldest_version if self.is_older else None,
         )
 
 

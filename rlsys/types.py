@@ -106,6 +106,8 @@ class Assignment:
     """Sampling seed of the group; the same seed and weights give the same tokens on any replica."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """In a run of several policies: the value of `version` for each trained policy, by name."""
+    token_limit: int | None = None
+    """Most tokens that an episode may sample, over all its agents; None: that of the workflow."""
 
     def version_of(self, policy: str) -> PolicyVersion:
         """Return the minimum version of the tokens of this policy."""
@@ -361,10 +363,15 @@ class Group:
     """Name of the policy trained on this group; `versions` and `weights` are of this policy only."""
     source: str = ""
     """Source of data of its task, if there are several."""
+    own_oldest: PolicyVersion | None = None
+    """Oldest version of the episodes that were sampled for this group, if another is older: a stored success."""
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """Oldest version of any trained token; the permit's version if there is none."""
+        """Oldest version of any trained token that was sampled for this group; the permit's version if there is
+        none."""
+        if self.own_oldest is not None:
+            return self.own_oldest
         return self.versions[0].version if self.versions else self.permit_version
 
     @property

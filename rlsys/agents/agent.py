@@ -430,8 +430,11 @@ class Agent:
             raise self._stopped(BudgetSpent(f"{self.name} had its {budget.max_turns} turns (max_turns)"))
         most = policy.max_new_tokens if max_new_tokens is None else min(max_new_tokens, policy.max_new_tokens)
         if not (granted := purse.take_tokens(most)):
-            what = f"the {budget.max_episode_tokens} tokens of the episode, or its share of them, are sampled"
-            raise self._stopped(BudgetSpent(f"{self.name}: {what} (max_episode_tokens)"))
+            num, key = budget.max_episode_tokens, "max_episode_tokens"
+            if session.token_limit is not None and session.token_limit < (num or math.inf):
+                num, key = session.token_limit, "curation.length_cap"
+            what = f"the {num} tokens of the episode, or its share of them, are sampled"
+            raise self._stopped(BudgetSpent(f"{self.name}: {what} ({key})"))
         seed = request_seed(session.seed, session.episode_index, self._num_asked, *self.path)
         self._num_asked += 1
         num_sampled = 0

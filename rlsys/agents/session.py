@@ -124,6 +124,8 @@ class Session:
     """Agents in order of creation; the first is the root."""
     log: list[Said] = field(default_factory=list)
     """All messages, in order."""
+    token_limit: int | None = None
+    """Most tokens of this episode, if that is less than `budget.max_episode_tokens`."""
     num_sampled: int = 0
     """Tokens sampled so far, over all agents."""
     num_tool_calls: int = 0
@@ -134,7 +136,8 @@ class Session:
     """True once no agent may be asked any more."""
 
     def __post_init__(self) -> None:
-        self._purse = Purse(self.budget.max_episode_tokens or math.inf, self.budget.max_tool_calls or math.inf)
+        tokens = min(self.budget.max_episode_tokens or math.inf, self.token_limit or math.inf)
+        self._purse = Purse(tokens, self.budget.max_tool_calls or math.inf)
 
     def agent(self, name: str, *, system: str | None = None, parent: Agent | None = None) -> Agent:
         """Create an agent with a new context, opened by the system message if one is given.

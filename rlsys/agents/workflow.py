@@ -75,10 +75,16 @@ class Workflow(Budget):
         return self
 
     def session(
-        self, task: Task, policies: Mapping[str, Policy], seed: int, episode_index: int, bindings: Mapping[str, str]
+        self,
+        task: Task,
+        policies: Mapping[str, Policy],
+        seed: int,
+        episode_index: int,
+        bindings: Mapping[str, str],
+        token_limit: int | None = None,
     ) -> Session:
-        """Create a session for one episode, with this workflow's budget."""
-        return Session(task, policies, seed, episode_index, bindings, budget=self)
+        """Create a session for one episode, with this workflow's budget, and at most `token_limit` tokens."""
+        return Session(task, policies, seed, episode_index, bindings, budget=self, token_limit=token_limit)
 
     async def play(self, session: Session) -> Episode:
         """Run the workflow in a session, and return its episode. Requests still in progress at the end are cancelled.

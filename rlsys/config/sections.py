@@ -60,7 +60,12 @@ class CurationSection(Section):
     stored_successes: NonNegativeInt = 0
     """Most successes to store for groups in which all episodes fail, the newest of each task. A stored success within
     the staleness bound replaces one episode. The least recently stored or used task is evicted first. 0: none."""
-
+    stored_staleness: NonNegativeInt = 0
+    """Versions by which a stored success may be older than `asynchrony.max_staleness` allows. Its tokens then need an
+    algorithm that corrects for any staleness, such as `dart`, or `grpo` with `correction: tis`."""
+    length_cap: Annotated[float, Field(ge=1)] | None = None
+    """Most tokens that an episode samples, over the longest success of its task so far; a task without a success has no
+    such limit. A longer episode is truncated. None: no limit by task."""
     source_weights: Literal["fixed", "signal"] = "fixed"
     """`signal`: each source of data is drawn by its weight times its signal, the standard deviation of the rewards of a
     group, over about the last 30 groups: most where half of the episodes succeed, least where all or none do."""
@@ -81,7 +86,7 @@ class CurationSection(Section):
     @property
     def needs_history(self) -> bool:
         """True if a rule depends on earlier scores."""
-        return self.is_selective or self.fewer_above is not None or self.follows_signal
+        return self.is_selective or self.fewer_above is not None or self.follows_signal or self.length_cap is not None
 
     @property
     def follows_signal(self) -> bool:
@@ -97,9 +102,17 @@ class CurationSection(Section):
             found.append((("fewer_above",), text))
         if self.stored_successes and size == 1:
             found.append((("stored_successes",), "a group needs other episodes beside it: raise algorithm.group_size"))
-        if self.stored_successes and max_staleness == 0:
-            text = "what is stored is older than the step that trains it: set asynchrony.max_staleness to 1 or more"
+        if self.stored_successes and max_staleness == 0 and not self.stored_staleness:
+            text = (
+                "what is stored is older than the step that trains it: set asynchrony.max_staleness to 1 or more, or "
+                "curation.stored_staleness"
+            )
             found.append((("stored_successes",), text))
+        if self.stored_staleness and not self.stored_successes:
+            found.append((("stored_staleness",), "nothing is stored: set curation.stored_successes"))
+        elif self.stored_staleness and algorithm.max_safe_staleness is not None:
+            text = f"the loss of {type(algorithm).__name__} does not correct for tokens of any age: set it to 0"
+            found.append((("stored_staleness",), text))
         return found
 
 

@@ -9,6 +9,7 @@ therefore consumes the same multiset of tasks as an uninterrupted one.
     a task that mostly succeeds gets fewer episodes                           `fewer_above`
     a task that nearly always succeeds or fails is skipped for a while        `success_within`, `look_again`
     a stored success replaces one episode of a group without a success        `stored_successes`
+    episodes are not much longer than the longest success of their task       `length_cap`
     sources of data are drawn by what their groups teach                      `source_weights`
 
 Its decisions use the groups that were scored, and trained or dropped, when the newest step was published. With
@@ -26,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import ceil
 from statistics import pstdev
 
 from rlsys.config.sections import CurationSection, fewer
@@ -33,7 +35,7 @@ from rlsys.contracts import Graft
 from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import Cursor, SourceState, Tasks, TasksState
 from rlsys.errors import RunAborted
-from rlsys.types import Assignment, Group, PolicyVersion, Task
+from rlsys.types import Assignment, EpisodeMeta, Group, PolicyVersion, Task
 from rlsys.util.seeds import group_seed
 
 SIGNAL_GROUPS = 30
@@ -53,6 +55,8 @@ class Tally:
     """Scored episodes; an episode that failed for a reason other than the policy counts in no rate."""
     num_passed: int = 0
     """Times the task was skipped since its last rollout."""
+    longest_success: int = 0
+    """Sampled tokens of the longest success; 0 without one."""
 
     @property
     def rate(self) -> float:
@@ -70,6 +74,8 @@ class TallyUpdate:
     source: str = ""
     signal: float = 0.0
     """Standard deviation of its rewards."""
+    longest_success: int = 0
+    """Sampled tokens of its longest success; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,8 @@ class Curriculum:
             return False
         if rules.look_again and tally.num_passed >= rules.look_again:
             del tallies[task_id]
+            if tally.longest_success:
+                tallies[task_id] = Tally(0, 0, longest_success=tally.longest_success)
             return False
         tallies[task_id] = replace(tally, num_passed=tally.num_passed + 1)
         self.num_passed_over += 1
@@ -151,6 +159,13 @@ class Curriculum:
             return None
         self.num_smaller += 1
         return fewer(group_size)
+
+    def token_limit(self, task_id: str) -> int | None:
+        """Return the most tokens that an episode of a new group may sample; None: no limit by task."""
+        tally, cap = self._history.tallies.get(task_id), self.rules.length_cap
+        if tally is None or cap is None or not tally.longest_success:
+            return None
+        return ceil(cap * tally.longest_success)
 
     def _known(self, task_id: str) -> Tally | None:
         """Return the tally of a task if it has enough episodes, else None."""
@@ -165,8 +180,10 @@ class Curriculum:
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
             signal = pstdev(rewards.values()) if len(rewards) > 1 else 0.0
+            successes = (group.episodes[e] for e, reward in rewards.items() if self._is_success(reward))
+            lengths = map(num_sampled, successes) if self.rules.length_cap is not None else ()
             self._history.scored[group.group_id] = TallyUpdate(
-                group.task_id, num_successes, len(rewards), group.source, signal
+                group.task_id, num_successes, len(rewards), group.source, signal, max(lengths, default=0)
             )
         if self.rules.stored_successes and rewards:
             best = max(rewards, key=lambda episode: rewards[episode])
@@ -181,8 +198,8 @@ class Curriculum:
 
         The stored success was scored before the newest step was published. It replaces an unscored episode, or else the
         first episode with the lowest reward. At least one scored episode remains beside it. None of its tokens may be
-        older than version `oldest_in_time(group_id)`. An older success counts as too old, and stays stored for other
-        groups.
+        older than version `oldest_in_time(group_id)`, less `stored_staleness`. An older success counts as too old, and
+        stays stored for other groups.
         """
         success, rewards = self._successes.get(group.task_id), group.rewards()
         if success is None or success.moment == self._moment or any(map(self._is_success, rewards.values())):
@@ -190,12 +207,13 @@ class Curriculum:
         lost = [episode for episode in range(len(group.episodes)) if episode not in rewards]
         if not rewards or (not lost and len(rewards) < 2):
             return None
-        if success.group.oldest_version < oldest_in_time(group.group_id):
+        oldest = oldest_in_time(group.group_id)
+        if success.group.oldest_version < oldest - self.rules.stored_staleness:
             self.num_too_old += 1
             return None
         self._successes.move_to_end(group.task_id)
         worst = lost[0] if lost else min(rewards, key=lambda episode: rewards[episode])
-        return Graft(group, worst, success.group, success.episode)
+        return Graft(group, worst, success.group, success.episode, success.group.oldest_version < oldest)
 
     def lose(self, group_id: int, task_id: str) -> None:
         """Discard the scores of an open group whose payload is lost; the group is reissued."""
@@ -224,7 +242,9 @@ class Curriculum:
         for new in self._history.settled:
             before = tallies.get(new.task_id, Tally(0, 0))
             num_successes = before.num_successes + new.num_successes
-            tallies[new.task_id] = Tally(num_successes, before.num_episodes + new.num_episodes)
+            longest = max(before.longest_success, new.longest_success)
+            num_episodes = before.num_episodes + new.num_episodes
+            tallies[new.task_id] = Tally(num_successes, num_episodes, longest_success=longest)
         if self.rules.follows_signal:
             signals = self._history.signals
             for new in sorted(self._history.settled, key=lambda settled: settled.signal):  # not as they happened to end
@@ -268,6 +288,11 @@ class Curriculum:
             del self._history.scored[group_id]
 
 
+def num_sampled(episode: EpisodeMeta) -> int:
+    """Return the tokens that the policies sampled in an episode."""
+    return sum(sample.num_trained for trajectory in episode.trajectories for sample in trajectory.samples)
+
+
 @dataclass(frozen=True, slots=True)
 class IssuedTask:
     """Task of one group that is neither consumed nor dropped."""
@@ -278,6 +303,8 @@ class IssuedTask:
     """Position of the task in the source, to draw it again."""
     size: int | None = None
     """Episodes, if curation gave it fewer than the group size; a reissued group keeps its size."""
+    token_limit: int | None = None
+    """Most tokens that an episode may sample, if curation limits it; a reissued group keeps its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +350,7 @@ class Ledger:
         else:
             cursor, task = self._draw()
             size = self.curation.size_of(task.id, self.group_size)
-            issued = IssuedTask(self.next_group_id, task.id, cursor, size)
+            issued = IssuedTask(self.next_group_id, task.id, cursor, size, self.curation.token_limit(task.id))
             self.next_group_id += 1
         self.open[issued.group_id] = issued
         return self.assignment(issued, version)
@@ -331,7 +358,8 @@ class Ledger:
     def assignment(self, issued: IssuedTask, version: PolicyVersion) -> Assignment:
         """Return the assignment for a permit of `version`."""
         task, seed = self.source.at(issued.cursor), group_seed(self.seed, issued.group_id)
-        return Assignment(issued.group_id, task, issued.size or self.group_size, version, seed)
+        size, limit = issued.size or self.group_size, issued.token_limit
+        return Assignment(issued.group_id, task, size, version, seed, token_limit=limit)
 
     def _draw(self) -> tuple[Cursor, Task]:
         """Draw the next task that curation does not skip; return its position and the task. Raises `RunAborted`.

@@ -155,7 +155,8 @@ async def _played(
     """Play one session of the configured workflow, on the version at the start of its group."""
     policy = ScriptedPolicy(reply, config.rollout.max_new_tokens, spans[0].version)
     policies, workflow = dict.fromkeys(config.policies or [POLICY], policy), config.rollout.workflow
-    session = workflow.session(assignment.task, policies, assignment.seed, index, config.agents)
+    limit = assignment.token_limit
+    session = workflow.session(assignment.task, policies, assignment.seed, index, config.agents, limit)
     return await play_or_fail(workflow, session, worker)
 
 

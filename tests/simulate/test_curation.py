@@ -192,11 +192,12 @@ def grafting_workers(world: FakeWorld) -> Workers:
     )
 
 
-def grafted(world: FakeWorld, folder: Path, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
+def grafted(world: FakeWorld, folder: Path, more: int = 0, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
+    """A run with stored successes, which may be older than the bound by `more` versions."""
     driver, actor, recorder = curated(
         world,
         folder,
-        CurationSection(stored_successes=5),
+        CurationSection(stored_successes=5, stored_staleness=more),
         workers=grafting_workers(world),
         **{
             "steps": 20,
@@ -236,6 +237,21 @@ def test_a_failed_group_is_trained_with_a_stored_success(tmp_path, annotate_s):
     assert counted(recorder, "grafted")[-1] == len(events)
     assert max(actor.world.staleness) <= 8
     assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.ledger.open) == ({}, 0, {})
+
+
+def test_successes_older_than_the_bound_are_used_where_the_loss_corrects_for_them(tmp_path):
+    def run(folder: Path, more: int) -> tuple[int, float, int]:
+        world = FakeWorld(**UNEVEN)
+        _, actor, recorder = grafted(world, folder, more=more, max_staleness=1, steps=40)
+        own = max(version - group.oldest_version for version, group in world.trained)
+        assert own <= 1, "what is sampled for a step keeps the bound"
+        assert len(actor.groups) == 120
+        return len(recorder.of(EpisodeGrafted)), counted(recorder, "too_old")[-1], max(world.staleness)
+
+    few, num_too_old, oldest = run(tmp_path / "within", 0)
+    many, num_left, much_older = run(tmp_path / "beyond", 8)
+    assert num_too_old > num_left and many > 2 * few
+    assert oldest <= 1 < much_older <= 9
 
 
 @settings(deadline=None, max_examples=60)

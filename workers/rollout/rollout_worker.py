@@ -247,8 +247,10 @@ class RolloutWorker:
         def failed() -> Exception | None:
             return next((policy.failure for policy in policies.values() if policy.failure), None)
 
-        task, seed = assignment.task, assignment.seed
-        sessions = [self._workflow.session(task, policies, seed, e, self._bindings) for e in range(assignment.size)]
+        task, seed, limit = assignment.task, assignment.seed, assignment.token_limit
+        sessions = [
+            self._workflow.session(task, policies, seed, e, self._bindings, limit) for e in range(assignment.size)
+        ]
         try:
             async with asyncio.TaskGroup() as group:
                 episodes = [group.create_task(play_or_fail(self._workflow, session, self.name)) for session in sessions]

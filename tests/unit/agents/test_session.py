@@ -727,6 +727,23 @@ def test_the_budget_covers_asyncio_tasks_started_by_a_workflow():
     assert [len(agent.turns[0].output_ids) for agent in session.agents if agent.turns] == [30, 30, 30, 10]
 
 
+@pytest.mark.parametrize(("of_task", "of_run", "key"), [(50, 100, "length_cap"), (100, 50, "max_episode_tokens")])
+def test_the_smaller_limit_of_task_and_workflow_counts(of_task, of_run, key):
+    session = Session(
+        TASK, {"policy": ScriptedPolicy(lambda prompt: "x" * 40)}, 1, 0, {},
+        Budget(max_episode_tokens=of_run), token_limit=of_task,
+    )  # fmt: skip
+
+    async def play() -> None:
+        agent = session.agent("policy")
+        for _ in range(3):
+            await agent.chat("a")
+
+    with pytest.raises(BudgetSpent, match=rf"the 50 tokens of the episode.*{key}"):
+        asyncio.run(play())
+    assert session.num_sampled == 50
+
+
 def test_an_agent_beside_a_gather_stays_unlimited():
     async def play(session: Session) -> None:
         lead, helper, beside = (session.agent("policy") for _ in range(3))

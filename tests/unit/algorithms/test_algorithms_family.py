@@ -19,6 +19,7 @@ from algorithms.aipo import AIPO
 from algorithms.cispo import CISPO
 from algorithms.corrections import Tis
 from algorithms.dapo import DAPO
+from algorithms.dart import DART, LEAST_ENTROPY
 from algorithms.dr_grpo import DrGRPO
 from algorithms.eapo import EAPO
 from algorithms.grpo import GRPO
@@ -405,6 +406,31 @@ def test_m2po_applies_the_unclipped_ratio_and_the_measured_mask() -> None:
     metrics_N = algorithm.loss(column(at), batch).metrics_N
     assert metrics_N["policy/m2po_masked_frac"].tolist() == [0.0, 0.0, 1.0, 1.0, 0.0]
     assert undocumented(metrics_N) == []
+
+
+def test_dart_trains_the_steps_that_the_policy_was_least_sure_of() -> None:
+    surprisals = [0.1, 0.1, 2.0, 2.0, 0.5, 0.7, 3.0, 3.0, 0.2, 0.2]  # five samples of two tokens
+    batch = tokens([-s for s in surprisals], [1.0] * 10, lengths=[2] * 5)
+    algorithm = DART(kept=0.6)
+    facts = algorithm.step_statistics(batch, OneRank())
+    assert facts[LEAST_ENTROPY] == pytest.approx(0.6)
+    batch = replace(batch, facts=facts)
+    _, gradient = loss_of(algorithm, [-s for s in surprisals], batch)
+    assert [g != 0 for g in gradient] == [False] * 2 + [True] * 6 + [False] * 2
+    metrics_N = algorithm.loss(column([-s for s in surprisals]), batch).metrics_N
+    assert metrics_N["policy/low_entropy_frac"].mean().item() == pytest.approx(0.4)
+    assert undocumented(metrics_N) == []
+
+
+def test_all_steps_of_equal_entropy_are_kept_together() -> None:
+    batch = tokens([-1.0] * 6, [1.0] * 6, lengths=[2] * 3)
+    assert DART(kept=0.1).step_statistics(batch, OneRank()) == {LEAST_ENTROPY: 1.0}
+
+
+def test_neither_ranks_nor_the_order_of_samples_change_what_dart_trains() -> None:
+    whole = tokens([-0.1, -2.0, -0.5, -3.0], [1.0] * 4, lengths=[1] * 4)
+    own, others_N = tokens([-0.5, -0.1], [1.0] * 2, lengths=[1] * 2), column([2.0, 3.0])
+    assert DART(kept=0.5).step_statistics(own, Beside(others_N)) == DART(kept=0.5).step_statistics(whole, OneRank())
 
 
 # ---------------------------------------------------------------------------------------------------- closed gradients

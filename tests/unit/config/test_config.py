@@ -390,6 +390,15 @@ def test_a_plugin_whose_fields_lack_the_decorator_is_named(tmp_path: Path):
             ["stored_successes=4", "asynchrony.max_staleness=1", "algorithm={type: ppo, group_size: 1}"],
             "stored_successes: a group needs other episodes beside it: raise algorithm.group_size",
         ),
+        (
+            ["stored_staleness=4", "asynchrony.max_staleness=1"],
+            "stored_staleness: nothing is stored: set curation.stored_successes",
+        ),
+        (
+            ["stored_staleness=4", "stored_successes=4", "algorithm={type: ppo}"],
+            "stored_staleness: the loss of PPO does not correct for tokens of any age: set it to 0",
+        ),
+        (["length_cap=0.5"], "length_cap: input should be greater than or equal to 1 (got 0.5)"),
         (["sucess_reward=1"], "sucess_reward: unknown key; did you mean `curation.success_reward`?"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from rlsys.config.sections import CurationSection
 from rlsys.contracts import Graft, with_episode
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import RunAborted
-from rlsys.loop.task_ledger import Curriculum, Ledger, LedgerState, Tally
+from rlsys.loop.task_ledger import Curriculum, Ledger, LedgerState, Tally, num_sampled
 from rlsys.testing import tasks
 from rlsys.types import Acknowledged, Assignment, EpisodeMeta, Group, VersionSpan, failed
 from tests.groups import episode, group
@@ -231,6 +232,48 @@ def test_a_success_too_stale_for_one_group_remains_for_others():
     assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(4)) is None
     assert curation.metrics() == {"curation/grafted": 0, "curation/too_old": 1, "curation/stored": 1}
     assert curation.graft_for(scored("a", [0.0, 0.0], group_id=10), at_least(3)) is not None
+
+
+@pytest.mark.parametrize(("more", "is_used"), [(0, False), (1, False), (2, True)])
+def test_an_older_success_is_used_as_far_as_the_rules_allow(more, is_used):
+    curation = Curriculum(CurationSection(stored_successes=2, stored_staleness=more))
+    curation.scored(scored("a", [0.0, 1.0], group_id=7, version=3))
+    curation.publish()
+    graft = curation.graft_for(scored("a", [0.0, 0.0], group_id=9, version=6), at_least(5))
+    assert (graft is not None) == is_used
+    if graft is not None:
+        composed = graft.applied("composed", (VersionSpan(3, 1), VersionSpan(6, 1)))
+        assert composed.oldest_version == 6, "the bound is on what was sampled for this group"
+        assert composed.versions[0].version == 3, "its true age counts in the loss"
+
+
+def test_episodes_are_limited_by_the_longest_success_of_their_task():
+    curation = Curriculum(CurationSection(length_cap=1.5))
+    assert curation.token_limit("a") is None
+    curation.scored(scored("a", [0.0, 0.0]))
+    curation.settle(0)
+    curation.publish()
+    assert curation.token_limit("a") is None, "without a success there is no limit"
+    short = scored("a", [1.0, 0.0], group_id=1)
+    (longest,) = {num_sampled(episode) for episode in short.episodes}
+    curation.scored(short)
+    curation.settle(1)
+    curation.publish()
+    assert curation.token_limit("a") == ceil(1.5 * longest)
+    resumed = Curriculum(CurationSection(length_cap=1.5))
+    resumed.restore(curation.state(), finished=())
+    assert resumed.token_limit("a") == curation.token_limit("a")
+
+
+def test_a_reissued_group_keeps_its_limit():
+    ledger = Ledger(TaskSource(tasks(1), 3), 2, 0, Curriculum(CurationSection(length_cap=1.0)))
+    task_id = ledger.issue(0).task.id
+    ledger.curation.scored(scored(task_id, [1.0, 0.0]))
+    ledger.consume([0])
+    limited = ledger.issue(0)
+    assert limited.token_limit is not None
+    ledger.again(limited.group_id)
+    assert ledger.issue(1).token_limit == limited.token_limit
 
 
 def test_stored_successes_are_the_newest_per_task_with_lru_eviction():
