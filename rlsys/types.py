@@ -230,6 +230,8 @@ class Episode:
     num_sequential: int = 0
     """Sampled tokens on the longest chain of dependent tokens: it determines the duration if parallel agents have
     enough engines."""
+    proposals: tuple[Mapping[str, Json], ...] = ()
+    """Tasks that it proposes for the run, as rows of data."""
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
@@ -310,6 +312,7 @@ class EpisodeMeta:
     trajectories: tuple[TrajectoryMeta, ...]
     num_tool_calls: int = 0
     num_sequential: int = 0
+    proposals: tuple[Mapping[str, Json], ...] = ()
 
     @cached_property
     def is_failed(self) -> bool:

@@ -22,8 +22,9 @@ from rlsys.agents.agent import Agent, AgentStopped, Context, Policy, messages_of
 from rlsys.agents.environment import Environment
 from rlsys.agents.tool_calls import Call
 from rlsys.agents.tools import Toolbox, ToolResult
+from rlsys.data.proposed_tasks import proposed_task
 from rlsys.errors import ConfigError, ToolError, first_of
-from rlsys.types import Episode, Message, Prompt, Task
+from rlsys.types import Episode, Json, Message, Prompt, Task
 from rlsys.util.seeds import environment_seed
 
 T = TypeVar("T")
@@ -126,6 +127,8 @@ class Session:
     """All messages, in order."""
     token_limit: int | None = None
     """Most tokens of this episode, if that is less than `budget.max_episode_tokens`."""
+    proposals: list[Mapping[str, Json]] = field(default_factory=list)
+    """See `propose`."""
     num_sampled: int = 0
     """Tokens sampled so far, over all agents."""
     num_tool_calls: int = 0
@@ -157,6 +160,15 @@ class Session:
         if agent is None and not self.agents:
             raise ValueError("there is no agent to reward: call session.agent(...) first")
         (agent or self.agents[0]).reward = float(value)
+
+    def propose(self, row: Mapping[str, Json]) -> None:
+        """Propose a task for the run, as a row of data such as `{"prompt": "17 * 23", "answer": "391"}`.
+
+        It joins the source of data that has `proposed: true`, once the group of this episode is trained; without such a
+        source it is ignored. Raises `DataError` for a row that is no task.
+        """
+        proposed_task(row)
+        self.proposals.append(dict(row))
 
     async def gather(self, *work: Awaitable[T]) -> list[T | AgentStopped | ToolError]:
         """Run subagents in parallel. Returns each result in order, or the `AgentStopped` or `ToolError` that ended it.
@@ -195,7 +207,7 @@ class Session:
         places = {agent.index: place for place, agent in enumerate(agents)}
         parents = [None if agent.parent is None else places[agent.parent] for agent in agents]
         trajectories = tuple(map(Agent.trajectory, agents, parents))
-        return Episode(trajectories, self.num_tool_calls, self.num_sequential)
+        return Episode(trajectories, self.num_tool_calls, self.num_sequential, tuple(self.proposals))
 
     def transcript(self) -> str:
         """Return the last messages as text for people, long messages cut."""

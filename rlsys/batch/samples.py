@@ -186,6 +186,7 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
             ),
             episode.num_tool_calls,
             episode.num_sequential,
+            episode.proposals,
         )
         for e, episode in enumerate(episodes)
     )

@@ -131,8 +131,11 @@ class WeightFrom(Section):
 class SourceSection(Section):
     """One of several sources of training tasks."""
 
-    path: str = Field(min_length=1)
+    path: str = ""
     """As `data.path`."""
+    proposed: bool = False
+    """Tasks that episodes of this run propose (`Session.propose`), instead of those of a file. Nothing is drawn until
+    there is one."""
     name: str = Field("", pattern=r"^[\w.-]*$")
     """Name in metrics, messages and checkpoints; empty: that of the file."""
     weight: NonNegativeFloat = 1.0
@@ -153,6 +156,10 @@ class SourceSection(Section):
 
     @model_validator(mode="after")
     def _is_named(self) -> Self:
+        if bool(self.path) == self.proposed:
+            refuse([(("path",), "give either a file or data set here, or proposed: true")])
+        if self.proposed and not self.name:
+            refuse([(("name",), "a source of proposed tasks needs a name")])
         return self if self.name else self.model_copy(update={"name": dataset_name(self.path)})
 
     def weight_at(self, step: int) -> float:
@@ -177,6 +184,9 @@ class DataSection(Section):
     `rollout.max_context_tokens`."""
     shuffle: bool = True
     """Draw a new order every epoch (from `run.seed`), or keep the order of the file."""
+    balance_by: str | None = None
+    """Column of the rows, such as a topic or a level: tasks with each of its values are drawn equally often, within
+    their source. None: as often as there are."""
 
     @model_validator(mode="before")
     @classmethod
@@ -190,9 +200,12 @@ class DataSection(Section):
         if bool(self.path) == bool(self.sources):
             problems.append((("path",), "give either one file or data set here, or several in data.sources"))
         for step, weights in self.weights_by_step.items():
-            if not any(weights.values()):
+            if not any(weights[source.name] for source in self.sources if not source.proposed):
                 since = f" from step {step} on" if step else ""
-                problems.append((("sources",), f"all weights are 0{since}, so there is no task to train on"))
+                which = "of sources with a path " if any(source.proposed for source in self.sources) else ""
+                problems.append((("sources",), f"all weights {which}are 0{since}, so there is no task to train on"))
+        if sum(source.proposed for source in self.sources) > 1:
+            problems.append((("sources",), "only one source can have proposed: true"))
         for index, source in enumerate(self.sources):
             steps = [later.step for later in source.later_weights]
             if steps != sorted(set(steps)):

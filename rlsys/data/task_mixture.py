@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import TypeAlias
 
+from rlsys.data.proposed_tasks import ProposedTasks
 from rlsys.data.task_source import Cursor, SourceState, TaskSource, TasksState
 from rlsys.errors import DataError
-from rlsys.types import Task
+from rlsys.types import Json, Task
+
+Source: TypeAlias = TaskSource | ProposedTasks
 
 
 class TaskMixture:
@@ -19,7 +23,7 @@ class TaskMixture:
     one (two sources) or less than the number of sources, and no chance is involved.
     """
 
-    def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[int, Mapping[str, float]]) -> None:
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[int, Mapping[str, float]]) -> None:
         """`weights` are those of the sources, in any unit, by the number of tasks drawn from which they hold, which
         begin at 0. Weight 0: no task is drawn. Raises `DataError` if all are 0."""
         if not all(sum(by_name.values()) > 0 for by_name in weights.values()):
@@ -48,12 +52,34 @@ class TaskMixture:
             self._drawn = dict.fromkeys(self._sources, 0)
             self._factors = dict(factors)
 
+    def propose(self, row: Mapping[str, Json]) -> bool:
+        """Add a row to the source of proposed tasks, if there is one. Returns True if it is new there.
+
+        That source has its share from its first task on; it owes nothing for the time before.
+        """
+        proposed = next((source for source in self._sources.values() if isinstance(source, ProposedTasks)), None)
+        if proposed is None:
+            return False
+        was_empty = not len(proposed)
+        is_new = proposed.add(row)
+        if was_empty and is_new:
+            self._drawn = dict.fromkeys(self._sources, 0)
+            self._owed = dict.fromkeys(self._sources, 0.0)
+        return is_new
+
+    @property
+    def num_proposed(self) -> int | None:
+        """Proposed tasks so far; None without a source of them."""
+        found = [len(source) for source in self._sources.values() if isinstance(source, ProposedTasks)]
+        return found[0] if found else None
+
     @property
     def shares(self) -> Mapping[str, float]:
-        """Shares of the sources for the next task, by name."""
+        """Shares of the sources for the next task, by name; 0 for one without tasks."""
         stage, factors = self._weights, self._factors
-        total = sum(stage[name] * factors[name] for name in self._sources)
-        return {name: stage[name] * factors[name] / total for name in self._sources}
+        weights = {name: stage[name] * factors[name] * bool(len(source)) for name, source in self._sources.items()}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
 
     def __len__(self) -> int:
         """Number of tasks of all sources together."""
@@ -96,6 +122,7 @@ class TaskMixture:
                 weight=self._weights[name],
                 owed=self._owed[name],
                 factor=self._factors[name],
+                rows=source.rows,
             )
             for name, source in self._sources.items()
         }
@@ -122,7 +149,7 @@ class TaskMixture:
                 notes.append(f"the source {name} is new, and starts at its beginning ({len(source)} tasks)")
                 continue
             try:
-                notes += source.restore(TasksState(saved.fingerprint, saved.cursor))
+                notes += source.restore(TasksState(saved.fingerprint, saved.cursor, rows=saved.rows))
             except DataError as error:
                 raise DataError(f"data: source {name}: {error}") from error
         weights = self._weights
@@ -138,7 +165,7 @@ class TaskMixture:
     @property
     def _num_drawn(self) -> int:
         """Tasks drawn since the beginning, from all sources."""
-        return sum(source.cursor.epoch * len(source) + source.cursor.position for source in self._sources.values())
+        return sum(source.num_drawn for source in self._sources.values())
 
     @property
     def _weights(self) -> Mapping[str, float]:
@@ -146,8 +173,8 @@ class TaskMixture:
         return self._stages[max(begin for begin in self._stages if begin <= self._num_drawn)]
 
     def _next_source(self) -> str:
-        weights, num = self._weights, sum(self._drawn.values()) + 1
-        return max((name for name in self._sources if weights[name] > 0), key=lambda name: self._behind(name, num))
+        shares, num = self.shares, sum(self._drawn.values()) + 1
+        return max((name for name in self._sources if shares[name] > 0), key=lambda name: self._behind(name, num))
 
     def _behind(self, name: str, num: int) -> float:
         """Tasks that a source lacks of its share of the first `num` since the factors last changed."""

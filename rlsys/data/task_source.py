@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 from xxhash import xxh3_64_intdigest, xxh3_128
@@ -45,6 +45,8 @@ class SourceState:
     """Tasks by which it was behind its share then."""
     factor: float = 1.0
     """See `TaskMixture.multiply`."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Tasks that were proposed in the run, as rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class TasksState:
     fingerprint: str = ""
     cursor: Cursor = Cursor()
     sources: Mapping[str, SourceState] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, Any]] = ()
+    """Tasks that were proposed in the run."""
 
 
 class Tasks(Protocol):
@@ -114,6 +118,16 @@ class TaskSource:
         if not self._shuffle:
             return self._tasks[cursor.position]
         return self._tasks[permuted(cursor.position, len(self), epoch_seed(self._seed, cursor.epoch))]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tasks drawn since the beginning."""
+        return self._cursor.epoch * len(self) + self._cursor.position
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Tasks that were proposed in the run: none."""
+        return []
 
     def seek(self, cursor: Cursor) -> None:
         """Move to `cursor`. Raises `DataError` if it is outside the data."""

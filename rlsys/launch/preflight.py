@@ -17,9 +17,11 @@ from rlsys.config import Config
 from rlsys.config.loader import of_tree, texts_in
 from rlsys.config.policy_sections import PolicySection
 from rlsys.config.reward_section import rooted_functions
+from rlsys.config.schema import SourceSection
+from rlsys.data.proposed_tasks import ProposedTasks
 from rlsys.data.row_adapters import Columns
 from rlsys.data.task_file import Place, load_tasks
-from rlsys.data.task_mixture import TaskMixture
+from rlsys.data.task_mixture import Source, TaskMixture
 from rlsys.data.task_source import Tasks, TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -171,6 +173,8 @@ def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
     data, parts = config.data, dict[str, Sequence[Task]]()
     for source in data.sources:
         name = source.name
+        if source.proposed:
+            continue
         tasks = _tasks(key_of(name), source.path, source.columns or data.columns)
         parts[name] = [
             replace(
@@ -196,18 +200,47 @@ def key_of(source: str) -> str:
 
 
 def stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
-    """Stream of the tasks of each source in the shares and orders of the configuration."""
+    """Stream of the tasks of each source in the shares and orders of the configuration.
+
+    With `data.balance_by`, the tasks with each value of that column are a stream of their own, with an equal part of
+    the weight of their source. Raises `DataError` if no task has the column.
+    """
     data, seed = config.data, config.run.seed
-    if not data.sources:
+    if not data.sources and data.balance_by is None:
         return TaskSource(parts[""], seed, shuffle=data.shuffle)
-    streams = {
-        source.name: TaskSource(
-            parts[source.name], seed, shuffle=data.shuffle if source.shuffle is None else source.shuffle
-        )
-        for source in data.sources
-    }
+    streams: dict[str, Source] = {}
+    buckets: dict[str, list[str]] = {}
+    """Names of the streams of each source."""
+    for source in data.sources or [SourceSection(path=data.path, name="tasks")]:
+        if source.proposed:
+            streams[source.name] = ProposedTasks(source.name, source.system, source.template_kwargs)
+            buckets[source.name] = [source.name]
+            continue
+        tasks = parts[source.name if data.sources else ""]
+        is_shuffled = data.shuffle if source.shuffle is None else source.shuffle
+        split = {source.name: tasks} if data.balance_by is None else _buckets(tasks, data.balance_by, source.name)
+        streams |= {name: TaskSource(own, seed, shuffle=is_shuffled) for name, own in split.items()}
+        buckets[source.name] = list(split)
     per_step = config.train.groups_per_step
-    return TaskMixture(streams, {step * per_step: weights for step, weights in data.weights_by_step.items()})
+    stages = data.weights_by_step or {0: {"tasks": 1.0}}
+    shares = {
+        step: {name: weight / len(buckets[source]) for source, weight in weights.items() for name in buckets[source]}
+        for step, weights in stages.items()
+    }
+    return TaskMixture(streams, {step * per_step: weights for step, weights in shares.items()})
+
+
+def _buckets(tasks: Sequence[Task], column: str, source: str) -> dict[str, list[Task]]:
+    """Tasks by the value of a column, named `SOURCE/VALUE`."""
+    found: dict[str, list[Task]] = {}
+    for task in tasks:
+        found.setdefault(f"{source}/{task.info.get(column)}", []).append(task)
+    if not any(column in task.info for task in tasks):
+        known = sorted({name for task in tasks for name in task.info})
+        raise DataError(
+            f"data.balance_by: no task of {source} has a column {column!r}; there are: {', '.join(known) or 'none'}"
+        )
+    return found
 
 
 def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
@@ -398,7 +431,9 @@ def rooted(config: Config) -> Config:
             update={
                 "path": config.data.path and _rooted(config.data.path),
                 "sources": [
-                    source.model_copy(update={"path": _rooted(source.path), "reward": rooted_functions(source.reward)})
+                    source.model_copy(
+                        update={"path": source.path and _rooted(source.path), "reward": rooted_functions(source.reward)}
+                    )
                     for source in config.data.sources
                 ],
             }

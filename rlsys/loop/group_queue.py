@@ -271,6 +271,7 @@ class GroupQueue:
         """
         for group in groups:
             self._enter(group, State.TRAINED)
+        self.ledger.propose(episode for group in groups for episode in group.group.episodes)
         self.ledger.consume(group.group_id for group in groups)
         self.version = version
         self._admit(self.permits_at(version) - self.num_permits)

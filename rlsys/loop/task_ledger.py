@@ -398,9 +398,18 @@ class Ledger:
         if self.curation.rules.follows_signal and isinstance(self.source, TaskMixture):
             self.source.multiply(self.curation.factors(self.source.shares))
 
+    def propose(self, episodes: Iterable[EpisodeMeta]) -> None:
+        """Add the tasks that trained episodes propose to the source of proposed tasks, if there is one."""
+        if isinstance(self.source, TaskMixture):
+            for episode in episodes:
+                for row in episode.proposals:
+                    self.source.propose(row)
+
     def metrics(self) -> dict[str, float]:
         """Return the figures of curation, by full metric name."""
         found = self.curation.metrics()
+        if isinstance(self.source, TaskMixture) and (num := self.source.num_proposed) is not None:
+            found["curation/proposed"] = num
         if self.curation.rules.follows_signal and isinstance(self.source, TaskMixture):
             found |= {f"curation/share/{name}": share for name, share in self.source.shares.items()}
         return found

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlsys.contracts import GroupScores
+from rlsys.data.proposed_tasks import ProposedTasks
 from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import TaskSource
 from rlsys.monitoring.events import DataChanged, GroupIssued
-from rlsys.testing import FakeRewards, FakeRun, FakeWorld, run_virtual
+from rlsys.testing import FakeRewards, FakeRun, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.testing.fake_run import go_on
 from rlsys.types import Group, Score, Task
 from tests.simulate.world import StopAfter
@@ -62,6 +64,66 @@ def test_a_source_that_is_added_at_a_resume_is_said_and_begins_at_its_beginning(
     fresh = run_on(tmp_path / "alone", c=1.0)
     fresh.train()
     assert own and own == trained(fresh)[: len(own)]
+
+
+def hard(task: str, reply: str) -> float:
+    """Reward of a solver: tasks with an even number are beyond it."""
+    return float(int(task) % 2)
+
+
+def proposing(folder: Path, steps: int = 8) -> FakeRun:
+    """Self-play that proposes the number of its own task; those that solvers fail become tasks of the run."""
+
+    def reply(prompt: str) -> str:
+        found = re.search(r"ask (\d+)", prompt)
+        return f"<task>{found[1]}</task>" if found else "an answer"
+
+    asks = TaskSource([Task(id=f"ask{i}", prompt=f"ask {i}", source="asks") for i in range(12)], seed=3)
+    return FakeRun(
+        folder,
+        reply=reply,
+        tasks=TaskMixture({"asks": asks, "made": ProposedTasks("made")}, {0: {"asks": 1.0, "made": 1.0}}),
+        run={"steps": steps},
+        train={"groups_per_step": 4},
+        rollout={
+            "workflow": {
+                "type": "self_play",
+                "judge": f"{__name__}:hard",
+                "propose_within": [0.0, 0.5],
+                "proposer_reward": "failure",
+                "attempts": 2,
+            }
+        },
+        algorithm=RewardAsAdvantage(group_size=2),
+        checkpoint={"every": 1},
+    )
+
+
+def test_tasks_that_solvers_fail_become_tasks_of_the_run(tmp_path: Path):
+    run = proposing(tmp_path)
+    run.train()
+    tasks = [group for _, group in run.world.trained]
+    made = [group for group in tasks if group.source == "made"]
+    assert made and {group.source for group in tasks[:4]} == {"asks"}
+    assert all(len(episode.trajectories) == 1 for group in made for episode in group.episodes), "only the solver plays"
+    assert {e.trajectories[0].agent for group in made for e in group.episodes} == {"solver"}
+    proposed = {row["prompt"] for group in tasks for episode in group.episodes for row in episode.proposals}
+    assert proposed and all(int(str(number)) % 2 == 0 for number in proposed)
+    assert run.metrics[-1]["curation/proposed"] == len(proposed)
+    rewards = {e.trajectories[0].reward for g in tasks if g.source == "asks" for e in g.episodes}
+    assert rewards == {0.0, 1.0}, "the proposer is rewarded for what solvers fail"
+
+
+def test_proposed_tasks_survive_a_resume(tmp_path: Path):
+    whole = proposing(tmp_path / "whole")
+    whole.train()
+    cut = proposing(tmp_path / "cut")
+    cut.driver.events.attach(StopAfter(cut.driver, 4))
+    cut.train()
+    resumed = proposing(tmp_path / "cut")
+    run_virtual(go_on(resumed.driver))
+    assert trained(cut) + trained(resumed) == trained(whole)
+    assert any(task.startswith("made/") for task in trained(resumed))
 
 
 class BySource(FakeRewards):

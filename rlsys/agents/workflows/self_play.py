@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.workflow import Agent, Session, Workflow
@@ -27,6 +27,9 @@ PROPOSER = "Make one task of the kind that you are asked for, and write it withi
 SOLVER = "Solve the task."
 INVALID = -1.0
 """Reward of a proposer whose reply contains no task: less than for a task that teaches nothing."""
+PROPOSED = "proposed"
+"""Column of a proposed task, with the task."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
 _TASK = re.compile(r"<task>(.+?)</task>", re.DOTALL)
 
 
@@ -44,7 +47,7 @@ class SelfPlay(Workflow):
 
     Every episode of a group has a different task, and a policy-gradient algorithm compares the solvers of all of them:
     solvers of an easier task come out ahead. R-Zero trains its solver on several answers to one task, in alternating
-    phases. For that, train `solver` in a separate run whose data are the proposed tasks.
+    phases. `propose_within` gives solvers groups of one task beside the others.
 
     `judge` gives a solver's reward. The proposer's is 1 - |1 - 2 p| for the mean p of the solvers' rewards (R-Zero,
     arXiv:2508.05004): 1 if half of them are right, 0 if all or none are, and -1 for a reply without a task. A
@@ -56,8 +59,19 @@ class SelfPlay(Workflow):
     episode."""
     attempts: PositiveInt = 4
     """Solvers per task."""
+    propose_within: tuple[Fraction, Fraction] | None = None
+    """Mean reward of the solvers within which a task becomes one of the run: it joins the source of data with
+    `proposed: true`, whose tasks only the solver plays, the whole group on one task. [0, 0.5] are tasks that the policy
+    mostly fails (ReverseGen). None: no task does."""
+    proposer_reward: Literal["balance", "failure"] = "balance"
+    """Reward of the proposer for the mean p of the solvers' rewards. `balance`: 1 - |1 - 2 p| (R-Zero). `failure`:
+    1 - p (ReverseGen)."""
 
     async def run(self, session: Session) -> None:
+        if session.task.info.get(PROPOSED):
+            solver, asked = session.agent("solver"), str(session.task.info[PROPOSED])
+            session.reward(load_judge(self.judge)(asked, await self.solve(solver, asked)))
+            return
         proposer = session.agent("proposer")
         task = self.read(await proposer.chat(self.ask(session.task)))
         if task is None:
@@ -73,7 +87,10 @@ class SelfPlay(Workflow):
                 scores.append(load_judge(self.judge)(task, reply) if isinstance(reply, str) else 0.0)
                 session.reward(scores[-1], solver)
         if scores:
-            session.reward(1 - abs(1 - 2 * fmean(scores)))
+            mean = fmean(scores)
+            session.reward(1 - mean if self.proposer_reward == "failure" else 1 - abs(1 - 2 * mean))
+            if self.propose_within and self.propose_within[0] <= mean <= self.propose_within[1]:
+                session.propose({"prompt": task, PROPOSED: task})
         else:
             proposer.fail("the tools of all solvers broke")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rlsys.config import Config
-from rlsys.errors import ConfigError
+from rlsys.errors import ConfigError, DataError
 from rlsys.launch.preflight import stream_of, training_tasks
 from rlsys.rewards.reward_function import RewardInput, RewardSum
 
@@ -43,6 +44,14 @@ def test_a_list_is_short_for_sources_named_after_their_files():
             "data=[{path: a, later_weights: [{step: 9, weight: 1}, {step: 9, weight: 2}]}]",
             r"data\.sources\[0\]\.later_weights: the steps should increase",
         ),
+        ("data=[{path: a}, {proposed: true}]", r"data\.sources\[1\]\.name: a source of proposed tasks needs a name"),
+        ("data=[{path: a, proposed: true}]", r"data\.sources\[0\]\.path: give either a file or data set"),
+        ("data=[{name: a}]", r"data\.sources\[0\]\.path: give either a file or data set"),
+        ("data=[{proposed: true, name: a}]", r"all weights of sources with a path are 0"),
+        (
+            "data=[{path: x}, {proposed: true, name: a}, {proposed: true, name: b}]",
+            r"data\.sources: only one source can have proposed",
+        ),
         ("data=[{path: a.jsonl, weight: -1}]", r"data\.sources\[0\]\.weight: .*greater than or equal to 0"),
         ("data=[{path: a.jsonl, reward: exactt}]", r"data\.sources\[0\]\.reward.*did you mean `exact`"),
         ("data=[{path: a.jsonl, wieght: 1}]", r"data\.sources\[0\]\.wieght: unknown key; did you mean"),
@@ -51,6 +60,25 @@ def test_a_list_is_short_for_sources_named_after_their_files():
 def test_what_makes_no_sense_is_named(data: str, words: str):
     with pytest.raises(ConfigError, match=words):
         load(data)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_tasks_with_each_value_of_a_column_are_drawn_equally_often(tmp_path: Path, is_listed: bool):
+    rows = [{"prompt": f"{i}", "answer": "", "topic": "rare" if i < 2 else "common"} for i in range(20)]
+    path = written(tmp_path, "a.jsonl", *rows)
+    other = written(tmp_path, "b.jsonl", *({"prompt": f"b{i}", "answer": "", "topic": "x"} for i in range(5)))
+    data = f"sources: [{{path: {path}, weight: 3}}, {{path: {other}}}]" if is_listed else f"path: {path}"
+    config = load(f"data={{{data}, balance_by: topic}}", "reward.fn=zero")
+    stream = stream_of(config, training_tasks(config))
+    drawn = Counter(stream.next().info["topic"] for _ in range(80))
+    assert drawn == ({"rare": 30, "common": 30, "x": 20} if is_listed else {"rare": 40, "common": 40})
+
+
+def test_a_column_that_no_task_has_is_named(tmp_path: Path):
+    path = written(tmp_path, "a.jsonl", {"prompt": "p", "answer": "", "topic": "t"})
+    config = load(f"data.path={path}", "data.balance_by=topc", "reward.fn=zero")
+    with pytest.raises(DataError, match=r"data\.balance_by: no task of tasks has a column 'topc'; there are: topic"):
+        stream_of(config, training_tasks(config))
 
 
 def test_each_source_has_its_own_columns_and_reward(tmp_path: Path):
