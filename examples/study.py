@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="DataclassInstance")
 """Settings of a run; a frozen dataclass."""
+PREPARED = "<prepared>"
+"""Stands for the folder of the seed in an override."""
 F = TypeVar("F", bound="DataclassInstance")
 """Figures of a finished run."""
 Row: TypeAlias = "dict[str, float | None]"
@@ -98,7 +100,8 @@ class Comparison:
     def train(self, trial: Trial) -> Result:
         """Train the policy of the seed. Raises `RuntimeError` with the end of the output if training fails."""
         prepared, _ = self.prepare_seed(trial.seed)
-        overrides = [f"run.seed={trial.seed}", f"run.steps={trial.steps}", *trial.overrides]
+        own = (override.replace(PREPARED, str(prepared)) for override in trial.overrides)
+        overrides = [f"run.seed={trial.seed}", f"run.steps={trial.steps}", *own]
         overrides += [f"eval.every={trial.steps}"] if self.is_evaluated else []
         num_rows = trial.steps + 2 * self.is_evaluated
         with tempfile.TemporaryDirectory(prefix="study_") as folder:

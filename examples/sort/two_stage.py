@@ -17,15 +17,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import ceil
 from pathlib import Path
-from statistics import fmean
 
 from benchmarks.measure import ENV, answer_of, rows_of, train_command
-from examples.sort.algorithms import LAST
 from examples.sort.prepare import prepare_seed
 from examples.study import markdown, run_all
 
+ACCURACY = "eval/held_out/mean"
 REJECTION = "algorithm={type: sft, reward_above: 0.99}"
 KTO = "algorithm.type=kto"
 CASES: Mapping[str, tuple[tuple[str, float], ...]] = {
@@ -46,29 +44,36 @@ class TwoStageRun:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRewards:
-    """Mean reward over the last tenth of the steps, stage by stage."""
+class StageAccuracies:
+    """Mean reward on held-out tasks, one sample each at temperature 1, at the end of each stage."""
 
-    rewards: list[float]
+    accuracies: list[float]
 
 
-def train(run: TwoStageRun) -> StageRewards:
+def train(run: TwoStageRun) -> StageAccuracies:
     """Train all stages. Raises `RuntimeError` with the end of the output if one fails."""
     prepared, _ = prepare_seed(run.seed)
-    rewards = []
+    accuracies = []
     with tempfile.TemporaryDirectory(prefix="two_stage_") as name:
         model = prepared / "model"
         for number, (override, share) in enumerate(CASES[run.case]):
             folder = Path(name) / f"stage{number}"
             steps = round(share * run.steps)
-            overrides = (f"run.seed={run.seed}", f"run.steps={steps}", override, f"checkpoint.every={steps}")
+            overrides = (
+                f"run.seed={run.seed}",
+                f"run.steps={steps}",
+                override,
+                f"checkpoint.every={steps}",
+                f"eval.every={steps}",
+                "eval.temperature=1",
+            )
             answer_of([*train_command(prepared, folder, *overrides), f"model.path={model}"])
-            rows = [row["reward/mean"] for row in rows_of(folder / "run" / "metrics.jsonl") if "reward/mean" in row]
-            rewards.append(fmean(rows[-ceil(LAST * len(rows)) :]))
+            rows = rows_of(folder / "run" / "metrics.jsonl")
+            accuracies.append([row[ACCURACY] for row in rows if ACCURACY in row][-1])
             model = folder / "exported"
             export = [sys.executable, "-m", "rlsys.cli", "export", str(folder / "run"), "--to", str(model)]
             subprocess.run(export, env=ENV, check=True, capture_output=True)
-    return StageRewards(rewards)
+    return StageAccuracies(accuracies)
 
 
 def main() -> None:
@@ -80,14 +85,14 @@ def main() -> None:
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     runs = {case: [TwoStageRun(case, seed, options.steps) for seed in seeds] for case in CASES}
-    found = run_all((run for each in runs.values() for run in each), train, StageRewards, options.out)
+    found = run_all((run for each in runs.values() for run in each), train, StageAccuracies, options.out)
     rows = []
     for case, each in runs.items():
-        stages = zip(*(found[run].rewards for run in each), strict=True)
+        stages = zip(*(found[run].accuracies for run in each), strict=True)
         rows.append(
             [case, " / ".join(map(str, seeds)), ", then ".join(" / ".join(f"{r:.3f}" for r in s) for s in stages)]
         )
-    print(markdown(["case", "seeds", "reward at the end of each stage"], rows))
+    print(markdown(["case", "seeds", "held-out accuracy at the end of each stage"], rows))
     print(json.dumps({"runs": [{"run": asdict(run), **asdict(rewards)} for run, rewards in found.items()]}), flush=True)
 
 

@@ -10,12 +10,16 @@ from random import Random
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from algorithms.eapo import EAPO
 from examples.countdown_parallel import prepare as games
 from examples.countdown_parallel import study as parallel_study
 from examples.countdown_parallel.countdown import Countdown, solved, solves
 from examples.lead_subagents import prepare as tables
 from examples.lead_subagents.study import CASES, COMPARISON, figures_of, overrides_of
 from examples.lead_subagents.table import TableFilling, item_f1
+from examples.research import prepare as questions
+from examples.research import study as research_study
+from examples.research.chain import Chain, answered, looked_up
 from examples.segments import prepare as sorting
 from examples.segments import study as segments_study
 from examples.study import Result, Trial, append, finished
@@ -214,6 +218,46 @@ def test_progress_is_rewarded_in_one_case_of_two(overrides: tuple[str, ...]):
     figures = segments_study.figures_of([{"step": 0, "eval/held_out/mean": 0.1}, *rows])
     assert (figures["at_100000"], figures["at_200000"]) == (pytest.approx(0.205), None)
     assert (figures["last"], figures["tokens"]) == pytest.approx((0.355, 160_000))
+
+
+@pytest.mark.parametrize("overrides", research_study.CASES.values())
+def test_rounds_are_discounted_in_one_case_of_two(overrides: tuple[str, ...]):
+    config = Config.load("examples/research/run.yaml", overrides)
+    assert isinstance(config.rollout.workflow, Chain)
+    assert isinstance(config.algorithm, EAPO) and config.algorithm.gamma in (0.9, 1.0)
+    rows = [{"reward/mean": s / 100, "agents/sequential_tokens": float(s)} for s in range(1, 31)]
+    figures = research_study.figures_of(rows)
+    assert (figures["right"], figures["tokens_before"]) == pytest.approx((0.255, 5.5))
+
+
+def test_research_goes_on_from_its_report_alone():
+    task = Task(id="t", prompt="a3", answer="x", info={"table": "ak,ke,ex"})
+    seen: list[str] = []
+
+    def researcher(prompt: str) -> str:
+        seen.append(prompt)
+        return {"a3;|:": "3a?a", "a3;3a|k:": "2k?k", "a3;2k|e:": "1e?e", "a3;1e|x:": "0x!x"}[prompt]
+
+    episode = played(Chain(), task, researcher)
+    assert len(seen) == 4 and answered(episode.trajectories[0].turns[-1].text, "x") == 1.0
+    assert len(list(samples_of(episode.trajectories[0]))) == 4, "a sample for each round"
+
+
+@pytest.mark.parametrize("reply", ["3a", "?q"])
+def test_a_reply_that_is_no_action_ends_and_an_unknown_key_is_told(reply: str):
+    task = Task(id="t", prompt="a1", info={"table": "ak"})
+    episode = played(Chain(max_rounds=2), task, lambda prompt: reply)
+    assert len(episode.trajectories[0].turns) == (1 if reply == "3a" else 2)
+    assert looked_up("ak", "q") == "-"
+
+
+def test_a_careful_round_of_research_leads_to_the_answer():
+    rng = Random(0)
+    for _ in range(200):
+        ((prompt, reply),) = questions.demonstration(rng, is_careless=False)
+        question = prompt.partition(";")[0]
+        assert reply[-2] == ("!" if reply[0] == "0" else "?")
+        assert int(reply[0]) <= int(question[1])
 
 
 def test_a_demonstrated_thought_ends_in_order():

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from algorithms.kto import KTO
 from algorithms.sft import SFT
 from examples.demo import draw_curve
-from examples.sort import two_stage
+from examples.sort import mixture, two_stage
 from examples.sort.prepare import Recipe, accuracy, demonstrations, draw_prompts, prepare, right_answer
 from examples.sort.reward import exact_sort
 from examples.study import running_mean
@@ -24,6 +24,21 @@ def test_the_stages_of_every_case_are_configurations_of_equally_many_steps(case:
     kinds = [type(Config.load("examples/sort/run.yaml", [override]).algorithm) for override, _ in stages]
     assert kinds in ([KTO], [SFT, KTO], [SFT])
     assert sum(share for _, share in stages) == 1
+
+
+@pytest.mark.parametrize("weights", mixture.WEIGHTS)
+def test_a_case_of_the_mixture_has_three_sources_at_equal_weights(weights: str):
+    config = Config.load("examples/sort/run.yaml", mixture.CASES[weights,])
+    assert [(source.name, source.weight) for source in config.data.sources] == [(n, 1.0) for n in mixture.NAMES]
+    assert config.curation.source_weights == weights
+
+
+def test_one_source_teaches_one_is_solved_and_one_hopeless():
+    rows = [{"prompt": right_answer(p)[::-1] + ">", "answer": right_answer(p)} for p in ("385120>", "213>", "98>")]
+    sources = mixture.sources_of(rows)
+    assert sources["useful"] == [rows[0]]
+    assert sources["solved"][0]["prompt"] == sources["solved"][0]["answer"] + ">"
+    assert not exact_sort(right_answer(sources["hopeless"][0]["prompt"]), sources["hopeless"][0]["answer"])
 
 
 def test_every_character_is_one_id_and_comes_back():

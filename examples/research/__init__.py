@@ -1,0 +1,1 @@
+"""Research in rounds, each on a workspace of constant size."""
