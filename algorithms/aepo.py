@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import stdev
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
@@ -36,6 +36,8 @@ class AEPO(ClippedSurrogate, PolicyGradient):
 
     The paper also draws equally many tasks of each kind: give each kind as a source of `data`, with equal weights.
     """
+
+    allows_early_ends: ClassVar[bool] = False
 
     std_over: Literal["source", "group", "none"] = "source"
     """Rewards whose standard deviation advantages are divided by. `source`: those of the step's tasks from the same

@@ -40,7 +40,7 @@ class DAPO(ClippedSurrogate, PolicyGradient):
 
     def has_signal(self, group: Group) -> bool:
         """True if rewards that a trained trajectory depends on differ, before any length penalty."""
-        differ = compared(group, lambda rewards_G: [float(len(set(rewards_G)) > 1)] * len(rewards_G))
+        differ = compared(group, lambda rewards_G, **_: [float(len(set(rewards_G)) > 1)] * len(rewards_G))
         trained = {(a.episode, a.trajectory) for a in self.assign(group)}
         return any(a.advantage > 0 and (a.episode, a.trajectory) in trained for a in self.credited(group, differ))
 

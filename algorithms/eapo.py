@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import ClassVar
 
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -28,6 +29,8 @@ class EAPO(ClippedSurrogate, PolicyGradient):
     Only a reward above 0 is discounted. A penalty, which the paper does not have, is the same for every round: a
     discount would make the longest failure the best.
     """
+
+    allows_early_ends: ClassVar[bool] = False
 
     std_normalize: bool = True
     """Divide advantages by the group's standard deviation."""

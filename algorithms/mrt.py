@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
+from typing import ClassVar
 
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
@@ -31,6 +32,8 @@ class MRT(GRPO):
 
     with the A of GRPO. Probes that failed count at no cut; where none is left, the cut takes the value before it.
     """
+
+    allows_early_ends: ClassVar[bool] = False
 
     frozen_agents: tuple[str, ...] = (PROBE,)
     alpha: NonNegativeFloat = 1.0

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import partial
-from math import isfinite
+from math import isfinite, sqrt
 from operator import attrgetter
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
@@ -63,32 +63,79 @@ def peers(group: Group) -> Iterator[list[Peer]]:
             yield peers_G
 
 
+@plain_dataclass(frozen=True, slots=True)
+class EarlyEnds:
+    """Peers of which some were ended early: each that was still running went on with a probability p, and then has the
+    weight 1 / p.
+
+    With all n peers, leaving one out, its baseline is b_i = mean of R_j over j != i. Here it is estimated by
+    b_i = c + sum over j != i of w_j (R_j - c) / (n - 1), with the reward c of those that had ended before. The plan of
+    the step weights the tokens of an episode by its w_i. Every w_j has the mean 1 and is independent of the others, so
+    that the sum over peers of w_i (R_i - b_i) grad log pi_i has the mean that it has without early ends, whatever the
+    episodes and the time of the decision. If all rewards are c, it is 0 with certainty.
+    """
+
+    weights_G: Sequence[float]
+    size: int
+    """Peers with those that were ended early: n."""
+    settled: float
+    """c."""
+
+    def left_out(self, rewards_G: Sequence[float]) -> list[float]:
+        """R_i - b_i."""
+        offs_G = [reward - self.settled for reward in rewards_G]
+        total = sum(weight * off for weight, off in zip(self.weights_G, offs_G, strict=True))
+        return [
+            off - (total - weight * off) / (self.size - 1) for weight, off in zip(self.weights_G, offs_G, strict=True)
+        ]
+
+    def std(self, rewards_G: Sequence[float]) -> float:
+        """Estimate of the standard deviation of all n rewards, from the weighted second moments."""
+        offs_G = [reward - self.settled for reward in rewards_G]
+        first = sum(weight * off for weight, off in zip(self.weights_G, offs_G, strict=True))
+        second = sum(weight * off * off for weight, off in zip(self.weights_G, offs_G, strict=True))
+        return sqrt(max(0.0, second - first * first / self.size) / (self.size - 1))
+
+
 def compared(
     group: Group,
-    statistic: Callable[[Sequence[float]], Sequence[float]],
+    statistic: Callable[..., Sequence[float]],
     reward: Callable[[Peer], float] = attrgetter("reward"),
 ) -> dict[Place, float]:
-    """Compute the advantages of all peers by a statistic of their rewards, such as `left_out`."""
+    """Compute the advantages of all peers by a statistic of their rewards, such as `left_out`. In a group with early
+    ends it gets those as `ends`."""
     found: dict[Place, float] = {}
     for peers_G in peers(group):
-        values_G = statistic([reward(peer) for peer in peers_G])
+        rewards_G = [reward(peer) for peer in peers_G]
+        if group.settled_reward is None:
+            values_G = statistic(rewards_G)
+        else:
+            weights_G = [group.episodes[peer.place[0]].weight for peer in peers_G]
+            ends = EarlyEnds(weights_G, len(peers_G) + group.num_ended_early, group.settled_reward)
+            values_G = statistic(rewards_G, ends=ends)
         found |= {peer.place: value for peer, value in zip(peers_G, values_G, strict=True)}
     return found
 
 
-def centred(rewards_G: Sequence[float], *, std_normalize: bool) -> list[float]:
+def centred(rewards_G: Sequence[float], *, std_normalize: bool, ends: EarlyEnds | None = None) -> list[float]:
     """Subtract the mean; with `std_normalize`, divide by the unbiased standard deviation + 1e-6. Needs two or more.
 
-    It averages differences from the first reward, so that equal rewards give exactly 0.
+    It averages differences from the first reward, so that equal rewards give exactly 0. With early ends, R - mean is
+    (n - 1) / n times the difference to the mean of the others.
     """
+    if ends is not None:
+        scale = (ends.size - 1) / ends.size / (ends.std(rewards_G) + 1e-6 if std_normalize else 1.0)
+        return [scale * value for value in ends.left_out(rewards_G)]
     from_first_G = [reward - rewards_G[0] for reward in rewards_G]
     mean = fmean(from_first_G)
     scale = stdev(rewards_G) + 1e-6 if std_normalize else 1.0
     return [(reward - mean) / scale for reward in from_first_G]
 
 
-def left_out(rewards_G: Sequence[float]) -> list[float]:
+def left_out(rewards_G: Sequence[float], *, ends: EarlyEnds | None = None) -> list[float]:
     """Subtract the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two rewards or more."""
+    if ends is not None:
+        return ends.left_out(rewards_G)
     scale = len(rewards_G) / (len(rewards_G) - 1)
     return [scale * value for value in centred(rewards_G, std_normalize=False)]
 
@@ -137,6 +184,7 @@ class PolicyGradient(Algorithm):
 
     takes_weights: ClassVar[bool] = True
     """True if the loss can leave the importance ratio to a correction."""
+    allows_early_ends: ClassVar[bool] = True
     kl_in_reward: ClassVar[bool] = False
     """True if the KL is part of the reward, instead of the loss."""
 

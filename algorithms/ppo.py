@@ -48,6 +48,7 @@ class PPO(ClippedSurrogate, PolicyGradient):
     which the policy gets only the remainder."""
 
     kl_in_reward: ClassVar[bool] = True
+    allows_early_ends: ClassVar[bool] = False
 
     @property
     def signals(self) -> frozenset[Signal]:

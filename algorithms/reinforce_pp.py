@@ -29,6 +29,7 @@ class ReinforcePP(ClippedSurrogate, PolicyGradient):
     """Estimator of the KL in the reward: `k1`, log p - log ref, is unbiased, and the paper's."""
 
     kl_in_reward: ClassVar[bool] = True
+    allows_early_ends: ClassVar[bool] = False
 
     @property
     def whitens(self) -> bool:
@@ -47,6 +48,7 @@ class ReinforcePPBaseline(ClippedSurrogate, PolicyGradient):
     """REINFORCE++-baseline (arXiv:2501.03262): A = R - mean of the group, whitened over all trained tokens of the step,
     with the KL in the loss, by k2."""
 
+    allows_early_ends: ClassVar[bool] = False
     kl_estimator: Estimator = "k2"
 
     @property

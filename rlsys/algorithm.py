@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from rlsys.errors import ConfigError
 from rlsys.types import Answers, Group, PolicyVersion
@@ -185,6 +185,10 @@ class Algorithm:
     @property
     def aggregation(self) -> Aggregation:
         return Aggregation()
+
+    allows_early_ends: ClassVar[bool] = False
+    """True if its advantages are right for a group of which some episodes were ended early, see
+    `rollout.early_ends`."""
 
     @property
     def whitens(self) -> bool:

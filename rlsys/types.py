@@ -232,6 +232,8 @@ class Episode:
     enough engines."""
     proposals: tuple[Mapping[str, Json], ...] = ()
     """Tasks that it proposes for the run, as rows of data."""
+    weight: float = 1.0
+    """Weight among the episodes of its group: more than 1 if it also stands for some that were ended early."""
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
@@ -313,6 +315,7 @@ class EpisodeMeta:
     num_tool_calls: int = 0
     num_sequential: int = 0
     proposals: tuple[Mapping[str, Json], ...] = ()
+    weight: float = 1.0
 
     @cached_property
     def is_failed(self) -> bool:
@@ -368,6 +371,10 @@ class Group:
     """Source of data of its task, if there are several."""
     own_oldest: PolicyVersion | None = None
     """Oldest version of the episodes that were sampled for this group, if another is older: a stored success."""
+    settled_reward: float | None = None
+    """Reward of all episodes that had ended when others were ended early; None if none were."""
+    num_ended_early: int = 0
+    """Episodes that were ended early; they are not among `episodes`."""
 
     @property
     def oldest_version(self) -> PolicyVersion:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from rlsys.algorithm import REFERENCE_SIGNALS, Signal
 from rlsys.config.server_section import ServerSection
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
+from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import POLICY
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
@@ -320,6 +321,8 @@ def _replicas(
         chat=rollout.chat.with_text(),
         workflow=rollout.workflow,
         resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
+        ends=rollout.early_ends,
+        judge=_judge_of(config) if rollout.early_ends and config.reward_functions else None,
     )
     routes = {name: of_policy.route for name, of_policy in relays.items()}
 
@@ -332,6 +335,17 @@ def _replicas(
         return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
     return PoolSpec(section.replicas, one, limits.lease_s, limits.silence_s, limits.max_attempts)
+
+
+def _judge_of(config: Config) -> Callable[[str], RewardWorker]:
+    """Return what makes the judge of a replica: the reward functions, in a process of its own."""
+    reward = config.reward
+
+    return partial(_judge, config.reward_functions, reward.timeout_s, reward.memory_mb)
+
+
+def _judge(specs: Sequence[RewardSpec], timeout_s: float, memory_mb: int, name: str) -> RewardWorker:
+    return RewardWorker(specs, 1, timeout_s, memory_mb=memory_mb, name=name)
 
 
 def _generator_spec(

@@ -126,6 +126,8 @@ class _Sample(NamedTuple):
     meta: SampleMeta
     num_shared: int
     """Leading tokens that it has in common with the trained sample before it."""
+    weight: float = 1.0
+    """That of its episode."""
 
 
 def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) -> list[_Sample]:
@@ -145,7 +147,7 @@ def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) 
         given = advantages.get((e, t, s), advantages.get((e, t, None))) if (e, t) in own else None
         if given is not None and meta.num_trained:
             ref = SampleRef(index, e, t, s, given.advantage, token_weight=0.0, turns=given.turns)
-            samples.append(_Sample(ref, meta, num_shared))
+            samples.append(_Sample(ref, meta, num_shared, group.episodes[e].weight))
             num_shared = num_run(meta)
     return samples
 
@@ -178,22 +180,27 @@ def _update(
 
 def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list[float]:
     """Return the weight of each trained token, per sample of an update. Over all tokens the weights sum to 1, except
-    for `budget`."""
+    for `budget`. A sample counts as often as its episode does, see `Episode.weight`."""
+    num = sum(sample.weight for sample in samples)
     match aggregation.over:
         case "tokens":
-            return [1 / sum(sample.meta.num_trained for sample in samples)] * len(samples)
+            num_tokens_in_all = sum(sample.weight * sample.meta.num_trained for sample in samples)
+            return [sample.weight / num_tokens_in_all for sample in samples]
         case "sequences":
-            return [1 / (len(samples) * sample.meta.num_trained) for sample in samples]
+            return [sample.weight / (num * sample.meta.num_trained) for sample in samples]
         case "budget":
             if aggregation.budget is None:
                 raise ValueError("the loss is averaged over a budget of tokens, and no budget is set")
-            return [1 / (len(samples) * aggregation.budget)] * len(samples)
+            return [sample.weight / (num * aggregation.budget) for sample in samples]
         case "agents":
             num_tokens: Counter[tuple[int, int, int]] = Counter()
-            for ref, meta, _ in samples:
+            weights: dict[tuple[int, int], float] = {}
+            for ref, meta, _, weight in samples:
                 num_tokens[ref.group, ref.episode, ref.trajectory] += meta.num_trained
+                weights[ref.group, ref.episode] = weight
             num_agents = Counter((g, e) for g, e, _ in num_tokens)
-            shares = {(g, e, t): 1 / (len(num_agents) * num_agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
+            every = sum(weights.values())
+            shares = {(g, e, t): weights[g, e] / (every * num_agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
             return [shares[ref.group, ref.episode, ref.trajectory] for ref, *_ in samples]
 
 

@@ -187,6 +187,7 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
             episode.num_tool_calls,
             episode.num_sequential,
             episode.proposals,
+            episode.weight,
         )
         for e, episode in enumerate(episodes)
     )

@@ -230,6 +230,16 @@ EngineKey = Annotated[
 ]
 
 
+class EarlyEndsSection(Section):
+    """Early ends of episodes whose group is settled: all of those that have ended so far have the same reward."""
+
+    after: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the group's episodes that must have ended."""
+    keep: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Probability with which each of the others goes on. Those that do stand for all of them, with the weight
+    1 / `keep`."""
+
+
 class RolloutSection(Section):
     """Workers that generate rollouts."""
 
@@ -272,6 +282,10 @@ class RolloutSection(Section):
     resident_versions: Annotated[int, Field(ge=2)] | None = None
     """Most sets of weights in one replica with weight_change `beside`; a further set waits until no sequence runs on
     the oldest. None: 2."""
+    early_ends: EarlyEndsSection | None = None
+    """End redundant episodes of a group early, once its advantages are settled (after DeepPrune, arXiv:2510.08483). The
+    reward functions then also run in the replicas, and which episodes end depends on timing. None: every episode is
+    played to its end."""
     repack_s: NonNegativeFloat = 5.0
     """Seconds between two checks for replicas that are nearly done with old weights. Their remaining groups move to one
     of them, and the others load new weights and start new groups. 0: never. Applies to several replicas with
@@ -846,6 +860,23 @@ class Config(Section):
             text = f"the evaluation has no metric {metric}; {nearest(metric, evaluation.metrics, there)}"
             raise nested([(("best_by",), text)])
         return checkpoint
+
+    @field_validator("rollout")
+    @classmethod
+    def _may_end_early(cls, rollout: RolloutSection, info: ValidationInfo) -> RolloutSection:
+        algorithm = info.data.get("algorithm")
+        if rollout.early_ends is not None and algorithm is not None and not algorithm.allows_early_ends:
+            text = f"{type(algorithm).__name__} needs all episodes of a group; take an algorithm such as grpo, or null"
+            raise nested([(("early_ends",), text)])
+        return rollout
+
+    @field_validator("reward")
+    @classmethod
+    def _is_known_early(cls, reward: RewardSection, info: ValidationInfo) -> RewardSection:
+        rollout = info.data.get("rollout")
+        if rollout is not None and rollout.early_ends is not None and reward.model is not None:
+            raise nested([(("model",), "a replica has no reward model: set rollout.early_ends to null, or this")])
+        return reward
 
     @field_validator("asynchrony")
     @classmethod

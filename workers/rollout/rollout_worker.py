@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Literal, Self
 from rlsys.agents.workflow import Workflow, play_or_fail
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.config.chat_section import ChatSection
+from rlsys.config.schema import EarlyEndsSection
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import ConfigError, first_of
 from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling
@@ -20,6 +21,7 @@ from rlsys.util.deadlines import remote
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import Remote, answer_in_chunks
+from workers.rollout.early_ends import EpisodeJudge, GroupEnds, PlayedGroup
 from workers.rollout.generator import REPLACEABLE, Generator, WeightChange
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import Partials, PartialStream
@@ -65,6 +67,9 @@ class RolloutSpec:
     resources: Resources
     chat: ChatSection = AS_MADE
     """With the text of its template."""
+    ends: EarlyEndsSection | None = None
+    judge: Callable[[str], EpisodeJudge] | None = None
+    """Makes the judge of ended episodes, with the replica's name; None: only workflows give rewards."""
 
 
 async def load_generator(
@@ -99,10 +104,11 @@ class RolloutWorker:
         workflow: Workflow,
         generators: Mapping[str, Generator],
         bindings: Mapping[str, str] | None = None,
+        ends: GroupEnds | None = None,
     ) -> None:
         """Create the replica `name`. `generators` are by policy name. `bindings` map agents to policies, see
-        `Session`."""
-        self.name = name
+        `Session`. Without `ends`, every episode is played to its end."""
+        self.name, self._ends = name, ends
         self._workflow, self._generators, self._bindings = workflow, generators, bindings or {}
         self.places = SimpleNamespace(**{str(i): generator for i, generator in enumerate(generators.values())})
         """The generators as attributes, for `Remote.at`: names of policies may have dots."""
@@ -124,7 +130,10 @@ class RolloutWorker:
         }
         is_training = any(own.pulls == "newest" for own in spec.generators.values())
         workflow = spec.workflow if is_training else spec.workflow.in_evaluation()
-        return cls(name, workflow, generators, spec.bindings)
+        ends = None
+        if spec.ends is not None and is_training:
+            ends = GroupEnds(spec.ends.after, spec.ends.keep, spec.judge(name) if spec.judge else None)
+        return cls(name, workflow, generators, spec.bindings, ends)
 
     @property
     def generator(self) -> Generator:
@@ -156,15 +165,15 @@ class RolloutWorker:
             await self._hold(assignment)
             policies = {name: generator.begin(ticket) for name, generator in self._generators.items()}
             self._began_s[ticket] = start_s = time.monotonic()
-            episodes = await self._attempt(assignment, policies, is_again=is_again)
+            played = await self._attempt(assignment, policies, is_again=is_again)
         finally:
             del self._began_s[ticket]
         trained = list(assignment.versions or self._generators)  # all trained policies, or the only one
-        views = [await self._view(name, policies[name], assignment, episodes) for name in trained]
+        views = [await self._view(name, policies[name], assignment, played) for name in trained]
         busy = Busy(self.name, start_s, time.monotonic())
         pulls = tuple(pull for generator in self._generators.values() for pull in generator.take_pulls())
         waited_s, others = start_s - arrived_s, tuple(views[1:])
-        return RolledOut(views[0], busy, self.stats(), waited_s, others, pulls), episodes
+        return RolledOut(views[0], busy, self.stats(), waited_s, others, pulls), played.episodes
 
     @remote("telling its engines")
     def choices(self) -> dict[str, EngineChoice]:
@@ -210,6 +219,8 @@ class RolloutWorker:
     async def close(self) -> None:
         for generator in self._generators.values():
             await generator.close()
+        if self._ends is not None:
+            await self._ends.close()
 
     async def _hold(self, assignment: Assignment) -> None:
         """Return once all generators have weights no older than the assignment requires, at the same moment.
@@ -227,7 +238,7 @@ class RolloutWorker:
 
     async def _attempt(
         self, assignment: Assignment, policies: Mapping[str, GroupRoute], *, is_again: bool
-    ) -> tuple[Episode, ...]:
+    ) -> PlayedGroup:
         is_issued_again = False
         try:
             if is_again:
@@ -243,7 +254,7 @@ class RolloutWorker:
                     end = self._generators[name].end
                     ends.push_async_callback(end, policy, is_again=is_again, keep_partials=is_issued_again)
 
-    async def _play(self, assignment: Assignment, policies: Mapping[str, GroupRoute]) -> tuple[Episode, ...]:
+    async def _play(self, assignment: Assignment, policies: Mapping[str, GroupRoute]) -> PlayedGroup:
         def failed() -> Exception | None:
             return next((policy.failure for policy in policies.values() if policy.failure), None)
 
@@ -253,17 +264,18 @@ class RolloutWorker:
         ]
         try:
             async with asyncio.TaskGroup() as group:
-                episodes = [group.create_task(play_or_fail(self._workflow, session, self.name)) for session in sessions]
+                tasks = [group.create_task(play_or_fail(self._workflow, session, self.name)) for session in sessions]
+                if self._ends is not None and len(tasks) > 1:
+                    return await self._ends.watch(assignment, tasks)
         except ExceptionGroup as errors:
             raise failed() or first_of(errors) from None
         if failure := failed():  # the workflow handled the failure, but its episodes must not be trained
             raise failure
-        return tuple(episode.result() for episode in episodes)
+        return PlayedGroup(tuple(task.result() for task in tasks))
 
-    async def _view(
-        self, name: str, policy: GroupRoute, assignment: Assignment, episodes: tuple[Episode, ...]
-    ) -> Group:
+    async def _view(self, name: str, policy: GroupRoute, assignment: Assignment, played: PlayedGroup) -> Group:
         """View of the group for one policy, without the payload."""
+        episodes = played.episodes
         versions = versions_of(episodes, name)
         return Group(
             group_id=assignment.group_id,
@@ -276,4 +288,6 @@ class RolloutWorker:
             weights=await self._generators[name].vouched(policy, versions),
             payload=None,
             policy=name,
+            settled_reward=played.settled_reward,
+            num_ended_early=assignment.size - len(episodes),
         )

@@ -376,6 +376,19 @@ def test_a_plugin_whose_fields_lack_the_decorator_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
+        (["algorithm=ppo"], "rollout.early_ends: PPO needs all episodes of a group; take an algorithm such as grpo"),
+        (["reward.model.path=m"], "reward.model: a replica has no reward model: set rollout.early_ends to null"),
+        (["rollout.early_ends.keep=0"], "rollout.early_ends.keep: input should be greater than 0 (got 0)"),
+    ],
+)
+def test_early_ends_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], problem: str):
+    keys = ("rollout.early_ends={after: 0.5}", *overrides)
+    assert problem in "\n".join(refusal(write(tmp_path, MINIMAL), overrides=keys))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
         (["success_within=[0.8,0.2]"], "success_within: the least, 0.8, is above the greatest, 0.2"),
         (["success_within=[0,1.5]"], "success_within[1]: input should be less than or equal to 1 (got 1.5)"),
         (
