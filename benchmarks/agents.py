@@ -57,6 +57,7 @@ from tests.scripted_engine import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.session_host import GroupSessions
 from workers.text.tokenizer import TextTokenizer
 
 NUM_SESSIONS, GROUP_SIZE, NUM_TURNS = 256, 8, 8
@@ -188,7 +189,7 @@ def replica(workflow: Workflow) -> RolloutWorker:
         codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000, max_context_tokens=4000 + len(said)
     )
     generator = Generator("rollout-0", engine, speech, None, WeightChange("between", tolerance=0.0))
-    return RolloutWorker("rollout-0", workflow, {POLICY: generator})
+    return RolloutWorker("rollout-0", GroupSessions(workflow), {POLICY: generator})
 
 
 def tokenizer() -> TextTokenizer:

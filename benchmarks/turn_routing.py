@@ -38,6 +38,7 @@ from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.session_host import GroupSessions
 from workers.rollout.turn_router import TurnRouter
 
 NUM_REPLICAS, SLOTS, TICK_S = 4, 8, 0.005
@@ -97,7 +98,7 @@ class Measured(RolloutWorker):
         speech = PolicyText(TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=num_tokens), 100, 8192)
         change = WeightChange("between", tolerance=0.0)
         generator = Generator(name, engine, speech, None, change, turns=TurnRouter(SLOTS))
-        return cls(name, Dialogues(), {POLICY: generator})
+        return cls(name, GroupSessions(Dialogues()), {POLICY: generator})
 
     def stay_apart(self) -> None:
         """Route no more turns to others."""

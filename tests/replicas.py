@@ -16,10 +16,12 @@ from rlsys.types import POLICY, Assignment, Sampling, Task
 from rlsys.weight_sync.manifest import Bucket, Manifest, Probe, Rectangle, VersionPart, pack
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Engine, Request
+from workers.rollout.early_ends import GroupEnds
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.partial_responses import PartialStream
 from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.session_host import GroupSessions, SessionHost, SessionHosts
 from workers.rollout.turn_router import TurnRouter
 from workers.text.tokenizer import TextTokenizer
 from workers.transport import checksums
@@ -99,6 +101,8 @@ def replica_of(
     recorder: PartialStream | None = None,
     base: str | None = None,
     num_slots: int | None = None,
+    ends: GroupEnds | None = None,
+    hosts: Sequence[SessionHost] = (),
 ) -> RolloutWorker:
     """A replica that takes prompts of 60 tokens, and replies with `num_tokens`; with `base`, it takes adapters. With
     `num_slots`, which are those of its engine, it routes single turns."""
@@ -112,7 +116,8 @@ def replica_of(
     turns = None if num_slots is None else TurnRouter(num_slots)
     change = WeightChange(when, tolerance=1e-3)
     generator = Generator(name, engine, speech, puller, change, recorder, base=base, turns=turns)
-    return RolloutWorker(name, workflow or SingleTurn(), {POLICY: generator})
+    sessions = GroupSessions(workflow or SingleTurn(), ends=ends)
+    return RolloutWorker(name, sessions, {POLICY: generator}, SessionHosts(hosts))
 
 
 def assignment(version: int = 0, *, group_id: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:

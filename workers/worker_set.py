@@ -25,6 +25,7 @@ from workers.rollout.generator import WeightChange
 from workers.rollout.partial_responses import Partials
 from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
+from workers.rollout.session_host import SessionHost
 from workers.train.optimizer import critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.reference_worker import ReferenceWorker
@@ -99,6 +100,7 @@ class WorkerSet:
     rewards: RewardPool
     evaluation: PinnedRolloutPool | None = None
     partials: Remote[Partials] | None = None
+    hosts: Sequence[Remote[SessionHost]] = ()
 
     @classmethod
     def of(cls, config: Config) -> WorkerSet:
@@ -107,17 +109,20 @@ class WorkerSet:
         relays = {name: line.relays for name, line in lines.items()}
         partials = None if config.policies else start_partials()
         rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
+        hosts = start_hosts(config)
         return cls(
             lines,
-            start_rollouts(config, relays, partials),
+            start_rollouts(config, relays, partials, hosts),
             rewards,
             start_evaluation(config, relays[POLICY]) if config.eval.every else None,
             partials,
+            hosts,
         )
 
     async def ready(self) -> None:
         """Return once all workers are set up. Raises the first error of a worker, for example `ModelError`."""
-        await asyncio.gather(*(worker.ready() for worker in self._handles()))
+        hosts = (host.setup() for host in self.hosts)
+        await asyncio.gather(*(worker.ready() for worker in self._handles()), *hosts)
 
     async def engines(self) -> list[tuple[str, EngineChoice]]:
         """Engine of each replica, by name of the replica (and of the policy, if several). Call it after `ready`."""
@@ -167,6 +172,7 @@ class WorkerSet:
             line.relays.close()
         if self.partials is not None:
             self.partials.kill()
+        await asyncio.gather(*(host.end() for host in self.hosts))
 
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
         """Handles of all workers except the relays and the partial responses."""
@@ -275,19 +281,38 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
 
 
 def start_rollouts(
-    config: Config, relays: Mapping[str, RayRelays], partials: Remote[Partials] | None = None
+    config: Config,
+    relays: Mapping[str, RayRelays],
+    partials: Remote[Partials] | None = None,
+    hosts: Sequence[Remote[SessionHost]] = (),
 ) -> RolloutPool:
     """Start the rollout replicas for training; `relays` are those of the trained policies.
 
     `partials` keeps what unfinished groups have sampled. Without it, as with several policies, a group that is lost
-    with its replica starts from scratch.
+    with its replica starts from scratch. `hosts` play the sessions, if there are any.
     """
+    return RolloutPool(_replicas(config, _training_generators(config), relays, partials, hosts), partials=partials)
+
+
+def start_hosts(config: Config) -> list[Remote[SessionHost]]:
+    """Start the hosts of sessions. Ray restarts one that dies; until then replicas play sessions elsewhere."""
+    if not config.rollout.session_hosts:
+        return []
+    spec = replace(_rollout_spec(config, _training_generators(config)), resources=Resources())
+    names = (f"rollout-host-{number}" for number in range(config.rollout.session_hosts))
+    return [
+        start(SessionHost, name, partial(SessionHost.load, name, spec), spec.resources, ANSWER_S, restarts=True)
+        for name in names
+    ]
+
+
+def _training_generators(config: Config) -> dict[str, GeneratorSpec]:
     own = {name: config.of(name) for name in config.policies} or {POLICY: config}
-    generators = {
-        name: _generator_spec(of, of.model.path, "newest" if name in relays else "never", len(own))
+    trained = config.trained if config.policies else own
+    return {
+        name: _generator_spec(of, of.model.path, "newest" if name in trained else "never", len(own))
         for name, of in own.items()
     }
-    return RolloutPool(_replicas(config, generators, relays, partials), partials=partials)
 
 
 def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:
@@ -307,23 +332,14 @@ def _replicas(
     generators: Mapping[str, GeneratorSpec],
     relays: Mapping[str, RayRelays],
     partials: Remote[Partials] | None = None,
+    hosts: Sequence[Remote[SessionHost]] = (),
     *,
     evaluates: bool = False,
 ) -> PoolSpec[RolloutWorker]:
     """Specification of the replicas with these generators, for training unless `evaluates`."""
     rollout, limits = config.rollout, config.limits
     section = config.eval if evaluates else rollout
-    spec = RolloutSpec(
-        generators=generators,
-        bindings=config.agents if config.policies else {},
-        sampling=rollout.sampling(section.temperature),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        chat=rollout.chat.with_text(),
-        workflow=rollout.workflow,
-        resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
-        ends=rollout.early_ends,
-        judge=_judge_of(config) if rollout.early_ends and config.reward_functions else None,
-    )
+    spec = _rollout_spec(config, generators, evaluates=evaluates)
     routes = {name: of_policy.route for name, of_policy in relays.items()}
 
     first = rollout.replicas if evaluates and relays else 0  # the servers of evaluation come last
@@ -331,10 +347,25 @@ def _replicas(
     def one(name: str) -> Remote[RolloutWorker]:
         place = first + place_of(name)
         own = {policy: each.at(place) for policy, each in generators.items()}
-        build = partial(RolloutWorker.of, name, replace(spec, generators=own), routes, partials)
+        build = partial(RolloutWorker.of, name, replace(spec, generators=own), routes, partials, hosts)
         return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
     return PoolSpec(section.replicas, one, limits.lease_s, limits.silence_s, limits.max_attempts)
+
+
+def _rollout_spec(config: Config, generators: Mapping[str, GeneratorSpec], *, evaluates: bool = False) -> RolloutSpec:
+    rollout = config.rollout
+    return RolloutSpec(
+        generators=generators,
+        bindings=config.agents if config.policies else {},
+        sampling=rollout.sampling((config.eval if evaluates else rollout).temperature),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        chat=rollout.chat.with_text(),
+        workflow=rollout.workflow,
+        resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
+        ends=rollout.early_ends,
+        judge=_judge_of(config) if rollout.early_ends and config.reward_functions else None,
+    )
 
 
 def _judge_of(config: Config) -> Callable[[str], RewardWorker]:

@@ -86,6 +86,8 @@ def needs(roles: Sequence[Role]) -> tuple[float, float]:
 def _roles(config: Config) -> Iterator[Role]:
     rollout = config.rollout
     yield Role("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus)
+    if rollout.session_hosts:
+        yield Role("session host", rollout.session_hosts, 1.0, 0.0)
     yield _reward(config)
     if not config.policies:
         yield from _learning(config)

@@ -282,6 +282,9 @@ class RolloutSection(Section):
     resident_versions: Annotated[int, Field(ge=2)] | None = None
     """Most sets of weights in one replica with weight_change `beside`; a further set waits until no sequence runs on
     the oldest. None: 2."""
+    session_hosts: NonNegativeInt = 0
+    """Processes in which workflows, tools and environments run, apart from engines, on any node with a CPU to spare. 0:
+    in the replicas. Worth it where a session computes: its Python takes time of the engine otherwise."""
     early_ends: EarlyEndsSection | None = None
     """End redundant episodes of a group early, once its advantages are settled (after DeepPrune, arXiv:2510.08483). The
     reward functions then also run in the replicas, and which episodes end depends on timing. None: every episode is

@@ -48,6 +48,7 @@ KEYS = {
     },
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
     "relay": {"stall_over_memcpy", "stall_2_over_1", "freshness_s", "left_out", "deltas", "rows"},
+    "session_hosts": {"in_replica_s", "in_host_s", "speedup", "speedups"},
     "soak": {"broken", "left_behind", "growth", "last", "groups", "samples", "seconds"},
     "trainer": {
         "checkpointing", "over_none", "positions", "packed_over_padded", "over_bare",

@@ -309,6 +309,11 @@ def start(
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
 
 
+def this_worker(name: str, kind: type[W]) -> Remote[W]:
+    """Return this process's own worker, for other processes."""
+    return Remote(name, kind, ray.get_runtime_context().current_actor, inf)
+
+
 def successor_name(name: str, num_before: int) -> str:
     """Return the name of a worker that follows `num_before` others in the place `name`.
 

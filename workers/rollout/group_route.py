@@ -76,38 +76,11 @@ class PolicyText:
 
 
 @dataclass
-class GroupRoute:
-    """Implements `rlsys.agents.workflow.Policy` for the sessions of one group.
-
-    The sessions stay at their replica; `place` may change at any time. The caller that changes it also aborts the
-    requests at the old place. Requests then continue at the new place with the tokens sampled so far.
-    """
+class PolicySpeech:
+    """The part of `rlsys.agents.workflow.Policy` that needs no engine: prompts as tokens."""
 
     ticket: Ticket
     speech: PolicyText
-    place: Generator
-    """The replica that samples, possibly in another process. Its methods may raise `WorkerDied`."""
-    held: Acknowledged | None
-    """The weights on which the group began. It moves only to a replica with the same weights."""
-    home: Generator
-    """The replica of the sessions. It scores recorded replies, wherever the tokens are sampled."""
-    turns: TurnRouter | None = None
-    """Routes single turns to other replicas. None: every turn is sampled at `place`."""
-    recalled: Mapping[int, Partial] = field(default_factory=dict)
-    """Tokens sampled by an earlier attempt at this group, by the seed of each request."""
-    since_s: float = field(default_factory=time.monotonic)
-    """Start of the group, on this machine's monotonic clock."""
-    away: dict[str, Generator] = field(default_factory=dict)
-    """Other replicas that sample single turns of this group, by request id."""
-    vouched: dict[Acknowledged, None] = field(default_factory=dict)
-    """Acknowledgements of the weights that they sampled from."""
-    failure: WorkerError | None = None
-    """The first worker failure in its sessions. The group is then reissued, even if the workflow handles the error."""
-    _num_requests: int = 0
-    _contexts: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = field(
-        default_factory=dict
-    )
-    """Prompts and replies of all turns, with the spans of their replies, by length and last tokens."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -148,6 +121,56 @@ class GroupRoute:
         work = partial(self.speech.codec.extend, ids, said, new, options, most=self.speech.max_context_tokens)
         return await self._tokenized(work, num_chars((said, new, options.tools)))
 
+    def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
+        most = self.speech.max_context_tokens - 1
+        if not 0 < len(prompt_ids) <= most:
+            allowed = f"allowed are 1 to {most}, one less than rollout.max_context_tokens"
+            raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{len(prompt_ids)} tokens, {allowed}")
+
+    async def _tokenized(self, work: Callable[[], tuple[int, ...]], size: int) -> tuple[int, ...]:
+        """Tokenize a text of `size` characters, in the thread if it is large. Raises `TaskTooLong`.
+
+        Waits for the large texts before it and for its own; unblocked by their ends, and not by each other's errors.
+        """
+        try:
+            return work() if size <= LARGE else await asyncio.get_running_loop().run_in_executor(_READER, work)
+        except TextTooLarge as error:
+            allowed = f"a conversation has at most rollout.max_context_tokens = {self.speech.max_context_tokens} tokens"
+            raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{error}; {allowed}") from None
+
+
+@dataclass
+class GroupRoute(PolicySpeech):
+    """Implements `rlsys.agents.workflow.Policy` for the sessions of one group.
+
+    The sessions stay at their replica; `place` may change at any time. The caller that changes it also aborts the
+    requests at the old place. Requests then continue at the new place with the tokens sampled so far.
+    """
+
+    place: Generator
+    """The replica that samples, possibly in another process. Its methods may raise `WorkerDied`."""
+    held: Acknowledged | None
+    """The weights on which the group began. It moves only to a replica with the same weights."""
+    home: Generator
+    """The replica of the sessions. It scores recorded replies, wherever the tokens are sampled."""
+    turns: TurnRouter | None = None
+    """Routes single turns to other replicas. None: every turn is sampled at `place`."""
+    recalled: Mapping[int, Partial] = field(default_factory=dict)
+    """Tokens sampled by an earlier attempt at this group, by the seed of each request."""
+    since_s: float = field(default_factory=time.monotonic)
+    """Start of the group, on this machine's monotonic clock."""
+    away: dict[str, Generator] = field(default_factory=dict)
+    """Other replicas that sample single turns of this group, by request id."""
+    vouched: dict[Acknowledged, None] = field(default_factory=dict)
+    """Acknowledgements of the weights that they sampled from."""
+    failure: WorkerError | None = None
+    """The first worker failure in its sessions. The group is then reissued, even if the workflow handles the error."""
+    _num_requests: int = 0
+    _contexts: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = field(
+        default_factory=dict
+    )
+    """Prompts and replies of all turns, with the spans of their replies, by length and last tokens."""
+
     async def sample(
         self,
         prompt_ids: tuple[int, ...],
@@ -187,23 +210,6 @@ class GroupRoute:
             raise
         versions, text = (VersionSpan(version, len(ids)),), self.speech.codec.decode(ids)
         return Turn(prompt_ids, ids, logprobs[-len(ids) :], versions, "stop", text, self.speech.sampling)
-
-    def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
-        most = self.speech.max_context_tokens - 1
-        if not 0 < len(prompt_ids) <= most:
-            allowed = f"allowed are 1 to {most}, one less than rollout.max_context_tokens"
-            raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{len(prompt_ids)} tokens, {allowed}")
-
-    async def _tokenized(self, work: Callable[[], tuple[int, ...]], size: int) -> tuple[int, ...]:
-        """Tokenize a text of `size` characters, in the thread if it is large. Raises `TaskTooLong`.
-
-        Waits for the large texts before it and for its own; unblocked by their ends, and not by each other's errors.
-        """
-        try:
-            return work() if size <= LARGE else await asyncio.get_running_loop().run_in_executor(_READER, work)
-        except TextTooLarge as error:
-            allowed = f"a conversation has at most rollout.max_context_tokens = {self.speech.max_context_tokens} tokens"
-            raise TaskTooLong(self.ticket.owner, "encoding a prompt", f"{error}; {allowed}") from None
 
     async def _reply_of(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
         """Token ids of a reply. Raises `TaskTooLong`, also if they leave no room for the token that scoring needs."""

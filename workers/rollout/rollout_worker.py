@@ -7,24 +7,26 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from math import inf
 from types import SimpleNamespace
 from typing import Literal, Self
 
-from rlsys.agents.workflow import Workflow, play_or_fail
+from rlsys.agents.workflow import Workflow
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.config.chat_section import ChatSection
 from rlsys.config.schema import EarlyEndsSection
 from rlsys.contracts import Busy, RolledOut
-from rlsys.errors import ConfigError, first_of
-from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling
+from rlsys.errors import ConfigError, RlsysError, WorkerDied, WorkerError
+from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling, Turn
 from rlsys.util.deadlines import remote
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec
 from workers.ray.cluster import Resources
-from workers.ray.remote_proxy import Remote, answer_in_chunks
+from workers.ray.remote_proxy import Remote, answer_in_chunks, place_of, this_worker
 from workers.rollout.early_ends import EpisodeJudge, GroupEnds, PlayedGroup
 from workers.rollout.generator import REPLACEABLE, Generator, WeightChange
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
 from workers.rollout.partial_responses import Partials, PartialStream
+from workers.rollout.session_host import GroupSessions, SessionHost, SessionHosts
 from workers.rollout.turn_router import TurnRouter
 from workers.text.tokenizer import AS_MADE, TextTokenizer
 from workers.transport.route import Route
@@ -71,6 +73,18 @@ class RolloutSpec:
     judge: Callable[[str], EpisodeJudge] | None = None
     """Makes the judge of ended episodes, with the replica's name; None: only workflows give rewards."""
 
+    def speech_of(self, policy: str) -> PolicyText:
+        """Load what turns prompts of a policy into tokens."""
+        own = self.generators[policy].engine
+        codec = TextTokenizer.load(own.model_path, self.chat)
+        return PolicyText(codec, self.sampling, self.max_prompt_tokens, own.max_context)
+
+    def sessions(self, name: str) -> GroupSessions:
+        """Sessions of training in the worker `name`."""
+        ends = self.ends
+        made = GroupEnds(ends.after, ends.keep, self.judge(name) if self.judge else None) if ends else None
+        return GroupSessions(self.workflow, self.bindings, made)
+
 
 async def load_generator(
     name: str, spec: RolloutSpec, policy: str, route: Route | None, partials: Remote[Partials] | None
@@ -81,7 +95,8 @@ async def load_generator(
     from workers.transport.puller import WeightPuller
 
     own, device = spec.generators[policy], spec.resources.claim()
-    choice, codec = choose(own.engine, device), TextTokenizer.load(own.engine.model_path, spec.chat)
+    choice, text = choose(own.engine, device), spec.speech_of(policy)
+    codec = text.codec
     engine = await start_engine(
         own.engine, choice.engine, stop_token_ids=codec.stop_ids, decode=codec.decode, device=device, worker=name
     )
@@ -91,7 +106,6 @@ async def load_generator(
         puller = WeightPuller(route, is_pinned=own.pulls == "pinned")
     recorder = None if partials is None else PartialStream(partials.proxy)
     base = base_hash(own.engine.model_path) if own.engine.lora else None
-    text = PolicyText(codec, spec.sampling, spec.max_prompt_tokens, own.engine.max_context)
     return Generator(name, engine, text, puller, own.change, recorder, choice, base, TurnRouter(own.engine.slots))
 
 
@@ -101,15 +115,17 @@ class RolloutWorker:
     def __init__(
         self,
         name: str,
-        workflow: Workflow,
+        sessions: GroupSessions,
         generators: Mapping[str, Generator],
-        bindings: Mapping[str, str] | None = None,
-        ends: GroupEnds | None = None,
+        hosts: SessionHosts | None = None,
+        me: RolloutWorker | None = None,
     ) -> None:
-        """Create the replica `name`. `generators` are by policy name. `bindings` map agents to policies, see
-        `Session`. Without `ends`, every episode is played to its end."""
-        self.name, self._ends = name, ends
-        self._workflow, self._generators, self._bindings = workflow, generators, bindings or {}
+        """Create the replica `name`. `generators` are by policy name. `sessions` are played here without `hosts`, which
+        reach this replica as `me`."""
+        self.name, self._sessions, self._generators = name, sessions, generators
+        self._hosts, self._me = hosts or SessionHosts(()), me or self
+        self._routes: dict[Ticket, Mapping[str, GroupRoute]] = {}
+        """Routes of all groups here, by policy name."""
         self.places = SimpleNamespace(**{str(i): generator for i, generator in enumerate(generators.values())})
         """The generators as attributes, for `Remote.at`: names of policies may have dots."""
         self._began_s: dict[Ticket, float | None] = {}
@@ -123,17 +139,18 @@ class RolloutWorker:
         spec: RolloutSpec,
         routes: Mapping[str, Route],
         partials: Remote[Partials] | None,
+        hosts: Sequence[Remote[SessionHost]] = (),
     ) -> Self:
         """Load the engine of each policy, in this process. `routes` are by name of the policies that pull."""
         generators = {
             policy: await load_generator(name, spec, policy, routes.get(policy), partials) for policy in spec.generators
         }
         is_training = any(own.pulls == "newest" for own in spec.generators.values())
-        workflow = spec.workflow if is_training else spec.workflow.in_evaluation()
-        ends = None
-        if spec.ends is not None and is_training:
-            ends = GroupEnds(spec.ends.after, spec.ends.keep, spec.judge(name) if spec.judge else None)
-        return cls(name, workflow, generators, spec.bindings, ends)
+        if not is_training:
+            return cls(name, GroupSessions(spec.workflow.in_evaluation(), spec.bindings), generators)
+        known = SessionHosts([host.proxy for host in hosts], place_of(name))
+        me = this_worker(name, cls).proxy if hosts else None
+        return cls(name, spec.sessions(name), generators, known, me)
 
     @property
     def generator(self) -> Generator:
@@ -164,10 +181,12 @@ class RolloutWorker:
         try:
             await self._hold(assignment)
             policies = {name: generator.begin(ticket) for name, generator in self._generators.items()}
+            self._routes[ticket] = policies
             self._began_s[ticket] = start_s = time.monotonic()
             played = await self._attempt(assignment, policies, is_again=is_again)
         finally:
             del self._began_s[ticket]
+            self._routes.pop(ticket, None)
         trained = list(assignment.versions or self._generators)  # all trained policies, or the only one
         views = [await self._view(name, policies[name], assignment, played) for name in trained]
         busy = Busy(self.name, start_s, time.monotonic())
@@ -219,8 +238,7 @@ class RolloutWorker:
     async def close(self) -> None:
         for generator in self._generators.values():
             await generator.close()
-        if self._ends is not None:
-            await self._ends.close()
+        await self._sessions.close()
 
     async def _hold(self, assignment: Assignment) -> None:
         """Return once all generators have weights no older than the assignment requires, at the same moment.
@@ -255,23 +273,47 @@ class RolloutWorker:
                     ends.push_async_callback(end, policy, is_again=is_again, keep_partials=is_issued_again)
 
     async def _play(self, assignment: Assignment, policies: Mapping[str, GroupRoute]) -> PlayedGroup:
-        def failed() -> Exception | None:
+        """Play the sessions of a group in a host, or here. Raises the first failure of a worker, also of one that a
+        workflow handled: its episodes must not be trained."""
+
+        def failed() -> WorkerError | None:
             return next((policy.failure for policy in policies.values() if policy.failure), None)
 
-        task, seed, limit = assignment.task, assignment.seed, assignment.token_limit
-        sessions = [
-            self._workflow.session(task, policies, seed, e, self._bindings, limit) for e in range(assignment.size)
-        ]
+        host = self._hosts.choose()
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(play_or_fail(self._workflow, session, self.name)) for session in sessions]
-                if self._ends is not None and len(tasks) > 1:
-                    return await self._ends.watch(assignment, tasks)
-        except ExceptionGroup as errors:
-            raise failed() or first_of(errors) from None
-        if failure := failed():  # the workflow handled the failure, but its episodes must not be trained
+            if host is None:
+                played = await self._sessions.play(self.name, assignment, policies)
+            else:
+                ticket = next(iter(policies.values())).ticket
+                played = await self._hosts.play(host, self._me, ticket, assignment)
+        except RlsysError as error:
+            raise failed() or error from None
+        if failure := failed():
             raise failure
-        return PlayedGroup(tuple(task.result() for task in tasks))
+        return played
+
+    @remote("sampling for group {ticket.group_id}", patience=inf)
+    async def sample_turn(
+        self,
+        ticket: Ticket,
+        policy: str,
+        prompt_ids: tuple[int, ...],
+        seed: int,
+        max_new_tokens: int | None,
+        stop: tuple[str, ...],
+    ) -> Turn:
+        """Sample a turn for a group here whose sessions are in a host. Raises the errors of `GroupRoute.sample`."""
+        return await self._route(ticket, policy).sample(prompt_ids, seed, max_new_tokens, stop)
+
+    @remote("scoring for group {ticket.group_id}", patience=inf)
+    async def recite_turn(self, ticket: Ticket, policy: str, prompt_ids: tuple[int, ...], reply: str) -> Turn:
+        """Score a recorded reply for such a group."""
+        return await self._route(ticket, policy).recite(prompt_ids, reply)
+
+    def _route(self, ticket: Ticket, policy: str) -> GroupRoute:
+        if ticket not in self._routes:
+            raise WorkerDied(self.name, f"sampling for group {ticket.group_id}", "the group has ended here")
+        return self._routes[ticket][policy]
 
     async def _view(self, name: str, policy: GroupRoute, assignment: Assignment, played: PlayedGroup) -> Group:
         """View of the group for one policy, without the payload."""

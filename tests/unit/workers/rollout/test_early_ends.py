@@ -46,9 +46,8 @@ class Silent(Uneven):
 
 
 def replica(ends: GroupEnds, workflow: Workflow) -> RolloutWorker:
-    worker = replica_of(None, scripted("rollout-0", lambda request: [DIGIT] * 99), workflow=workflow, num_tokens=2)
-    worker._ends = ends
-    return worker
+    engine = scripted("rollout-0", lambda request: [DIGIT] * 99)
+    return replica_of(None, engine, workflow=workflow, num_tokens=2, ends=ends)
 
 
 def rolled_out(ends: GroupEnds, prompt: str = "x>", workflow: Workflow | None = None, size: int = 6):

@@ -17,6 +17,7 @@ from tests.scripted_engine import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
 from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.session_host import GroupSessions
 from workers.text.tokenizer import TextTokenizer
 
 
@@ -45,7 +46,7 @@ class Trio:
             puller = self.shelves.get(name)
             generators[name] = Generator("r", self.engines[name], speech, puller, WeightChange(when, tolerance=1e-3))
         bindings = agents or {"asker": "first", "answerer": "second"}
-        self.worker = RolloutWorker("r", AskAndAnswer(), generators, bindings)
+        self.worker = RolloutWorker("r", GroupSessions(AskAndAnswer(), bindings), generators)
 
     def task(self, first: int, second: int, *, group_id: int = 3) -> Assignment:
         return replace(assignment(group_id=group_id), versions={"first": first, "second": second})

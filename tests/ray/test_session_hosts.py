@@ -1,0 +1,42 @@
+"""Sessions in a host of their own: one process for the sessions of all replicas, which a run can lose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys import train
+from rlsys.replay.rollout_log import read_rollouts
+from tests.jobs import config_of
+
+
+def processes_of(run: Path) -> dict[str, set[float | None]]:
+    """Ids of the processes in which sessions ran, by replica."""
+    found: dict[str, set[float | None]] = {}
+    for path in sorted((run / "rollouts").iterdir()):
+        for record in read_rollouts(path):
+            rewards = {episode.trajectories[0].reward for episode in record.episodes}
+            found.setdefault(record.replica, set()).update(rewards)
+    return found
+
+
+KEYS = ["rollout.replicas=2", "rollout.session_hosts=1", "record.rollouts_every=1", "asynchrony.max_staleness=1"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_sessions_of_all_replicas_run_in_the_host(model_path, data_path, tmp_path):
+    keys = [*KEYS, "rollout.workflow=tests.ray.hosted:TellsProcess"]
+    assert train(config_of(model_path, data_path, tmp_path, keys), progress=False).steps == 4
+    by_replica = processes_of(tmp_path / "run")
+    assert set(by_replica) == {"rollout-0", "rollout-1"}
+    assert len(set.union(*by_replica.values())) == 1
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_outlives_its_host(model_path, data_path, tmp_path):
+    flag = tmp_path / "died"
+    workflow = f"rollout.workflow={{type: tests.ray.hosted:TellsProcess, flag: {flag}}}"
+    assert train(config_of(model_path, data_path, tmp_path, [*KEYS, workflow]), progress=False).steps == 4
+    assert flag.exists()
+    assert len(set.union(*processes_of(tmp_path / "run").values())) >= 1
