@@ -14,9 +14,7 @@ from torch import Tensor
 
 from rlsys.types import PolicyVersion
 from workers.engines.slot_cache import KeptCache
-
-NUM_COMPARED = 16
-"""Last tokens of a prefix that are compared before all of them are."""
+from workers.text.known_prefixes import KnownPrefixes
 
 
 class Piece(NamedTuple):
@@ -43,41 +41,32 @@ class PrefixStore:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens, self._num_tokens = max_tokens, 0
-        self._kept: dict[tuple[PolicyVersion, int, tuple[int, ...]], StoredPrefix] = {}
-        """By version, length and last tokens; the least recently used first."""
+        self._kept: KnownPrefixes[StoredPrefix] = KnownPrefixes()
+        """By version."""
 
     def add(self, prefix: StoredPrefix) -> None:
         """Keep a prefix, unless it is larger than the store."""
         ids = prefix.cache.token_ids
         if len(ids) > self._max_tokens:
             return
-        key = (prefix.cache.version, len(ids), ids[-NUM_COMPARED:])
-        self._drop(key)
-        self._kept[key] = prefix
-        self._num_tokens += len(ids)
+        before = self._kept.put(ids, prefix, prefix.cache.version)
+        self._num_tokens += len(ids) - (len(before.cache.token_ids) if before else 0)
         while self._num_tokens > self._max_tokens:
-            self._drop(next(iter(self._kept)))
+            self._num_tokens -= len(self._kept.pop_oldest().cache.token_ids)
 
     def longest(
         self, version: PolicyVersion, prompt_ids: tuple[int, ...], sampled: tuple[tuple[int, int], ...]
     ) -> StoredPrefix | None:
         """Return the longest prefix of a prompt that was computed in the prompt's pieces, and leaves a token over."""
-        lengths = {length for held, length, _ in self._kept if held == version and length < len(prompt_ids)}
-        for length in sorted(lengths, reverse=True):
-            key = (version, length, prompt_ids[max(0, length - NUM_COMPARED) : length])
-            prefix = self._kept.get(key)
-            if prefix and prefix.cache.token_ids == prompt_ids[:length] and prefix.sampled == _until(sampled, length):
-                self._kept[key] = self._kept.pop(key)
-                return prefix
-        return None
+
+        def is_right(prefix: StoredPrefix, length: int) -> bool:
+            return prefix.cache.token_ids == prompt_ids[:length] and prefix.sampled == _until(sampled, length)
+
+        return self._kept.longest(prompt_ids, is_right, at_most=len(prompt_ids) - 1, mark=version)
 
     def keep_only(self, versions: Collection[PolicyVersion]) -> None:
         """Drop prefixes of all other versions."""
-        for key in [key for key in self._kept if key[0] not in versions]:
-            self._drop(key)
-
-    def _drop(self, key: tuple[PolicyVersion, int, tuple[int, ...]]) -> None:
-        if (prefix := self._kept.pop(key, None)) is not None:
+        for prefix in self._kept.drop(lambda version: version not in versions):
             self._num_tokens -= len(prefix.cache.token_ids)
 
 

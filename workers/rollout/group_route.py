@@ -18,6 +18,7 @@ from rlsys.agents.agent import Tell
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.types import NO_OPTIONS, Acknowledged, ChatOptions, Message, Prompt, Sampling, Turn, VersionSpan
 from workers.engines.engine import Completion, Request
+from workers.text.known_prefixes import KnownPrefixes
 from workers.text.tokenizer import TextTokenizer, TextTooLarge
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 LARGE = 16_384
 """Characters of a text above which it is tokenized in a thread: some 10 ms of work."""
-NUM_COMPARED = 16
-"""Last tokens of a dialogue that are compared before all of them are."""
 TELL_S = 0.05
 """Seconds between two looks at a reply that somebody reads while it is sampled."""
 _READER = ThreadPoolExecutor(1, "tokenizer")
@@ -166,10 +165,8 @@ class GroupRoute(PolicySpeech):
     failure: WorkerError | None = None
     """The first worker failure in its sessions. The group is then reissued, even if the workflow handles the error."""
     _num_requests: int = 0
-    _contexts: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = field(
-        default_factory=dict
-    )
-    """Prompts and replies of all turns, with the spans of their replies, by length and last tokens."""
+    _contexts: KnownPrefixes[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = field(default_factory=KnownPrefixes)
+    """Prompts and replies of all turns, with the spans of their replies."""
 
     async def sample(
         self,
@@ -194,7 +191,7 @@ class GroupRoute(PolicySpeech):
         assert done.finish is not None
         context = prompt_ids + done.output_ids
         spans = (*self._replies_in(prompt_ids), (len(prompt_ids), len(context)))
-        self._contexts[len(context), context[-NUM_COMPARED:]] = context, spans
+        self._contexts.put(context, (context, spans))
         text = self.speech.codec.decode(done.output_ids)
         return Turn(
             prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling, done.routing
@@ -226,11 +223,8 @@ class GroupRoute(PolicySpeech):
 
     def _replies_in(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Spans of a prompt that are replies of earlier turns: those of the longest dialogue that it goes on."""
-        for length in sorted({length for length, _ in self._contexts if length <= len(prompt_ids)}, reverse=True):
-            known = self._contexts.get((length, prompt_ids[max(0, length - NUM_COMPARED) : length]))
-            if known and known[0] == prompt_ids[:length]:
-                return known[1]
-        return ()
+        known = self._contexts.longest(prompt_ids, lambda value, length: value[0] == prompt_ids[:length])
+        return known[1] if known else ()
 
     def _begun(self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Completion | None:
         """Tokens that an earlier attempt sampled for this request. None if they do not fit its prompt or its token

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged
+from workers.text.known_prefixes import KnownPrefixes
 
 if TYPE_CHECKING:
     from workers.rollout.generator import Generator
@@ -28,8 +29,6 @@ ANSWER_S = 1.0
 """Deadline of their answers: until then the turn waits."""
 REST_S = 10.0
 """Seconds for which a peer that failed is not asked."""
-NUM_COMPARED = 16
-"""Last tokens of a prefix that are compared."""
 MAX_PREFIXES = 1000
 """Maximum number of remembered prefixes; the oldest is removed first."""
 
@@ -76,8 +75,8 @@ class TurnRouter:
     """Turns that peers have sampled."""
     _chance: random.Random = field(default_factory=random.Random)
     _rests_until_s: dict[str, float] = field(default_factory=dict)
-    _prefixes: dict[tuple[int, tuple[int, ...]], Generator] = field(default_factory=dict)
-    """Peers by the prefix that they have cached: its length and its last tokens, which tell most prefixes apart."""
+    _prefixes: KnownPrefixes[Generator] = field(default_factory=KnownPrefixes)
+    """Peers by the prefix that they have cached."""
 
     async def choose(self, home: TurnLoad, prompt_ids: tuple[int, ...]) -> Generator | None:
         """Return the peer for a turn; None if it stays at home. Waits for the peers' answers, `ANSWER_S` at most."""
@@ -95,9 +94,9 @@ class TurnRouter:
     def note(self, peer: Generator, token_ids: tuple[int, ...]) -> None:
         """Remember that `peer` sampled a turn that ended with these tokens."""
         self.num_away += 1
-        self._prefixes[len(token_ids), token_ids[-NUM_COMPARED:]] = peer
+        self._prefixes.put(token_ids, peer)
         if len(self._prefixes) > MAX_PREFIXES:
-            del self._prefixes[next(iter(self._prefixes))]
+            self._prefixes.pop_oldest()
 
     def failed(self, peer: Generator) -> None:
         """Leave a peer alone for a while."""
@@ -113,11 +112,8 @@ class TurnRouter:
 
     def _cached(self, prompt_ids: tuple[int, ...]) -> Generator | None:
         """The peer that has the longest prefix of a prompt cached, and takes it from memory: a prompt has one turn."""
-        for length in sorted({length for length, _ in self._prefixes if length <= len(prompt_ids)}, reverse=True):
-            end = prompt_ids[max(0, length - NUM_COMPARED) : length]
-            if peer := self._prefixes.pop((length, end), None):
-                return peer if any(peer is each for each in self.peers) else None
-        return None
+        peer = self._prefixes.longest(prompt_ids, removes=True)
+        return peer if any(peer is each for each in self.peers) else None
 
 
 def _weights(held: Acknowledged | None) -> tuple[int, str] | None:
