@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from signal import SIGINT
 from statistics import fmean
 
 import orjson
@@ -104,7 +105,6 @@ def run_population(path: Path, overrides: Sequence[str] = ()) -> PopulationResul
             start = _start_of(config, population.last(number))
             preflight.write_run_dir(config, start.checkpoint)
             job = TrainingJob.of(config, {POLICY: config}, {POLICY: start}, began, progress=True, label=_name(number))
-            stack.enter_context(job.end_emitted())
             members.append(Member(number, job, population, settings, config))
         run_to_end(lambda: _run(base, members))
     return _result(base, population, members)
@@ -198,7 +198,8 @@ class Member:
     async def run(self, data: preflight.Data, stops: Stops, progress: Progress) -> None:
         """Run to the end of its steps, or of its part in the search."""
         try:
-            await self.job.train(data, stops, progress=progress, meetings=self)
+            with self.job.end_emitted():
+                await self.job.train(data, stops, progress=progress, meetings=self)
         finally:
             self.population.leave(self.number)
 
@@ -241,15 +242,22 @@ async def _train(members: Sequence[Member], data: preflight.Data, interruptible:
 
     interruptible.stop = stop
     runs = [asyncio.create_task(member.run(data, stops, progress)) for member, stops in zip(members, own, strict=True)]
+    for stops, run in zip(own, runs, strict=True):
+        stops.stop = run.cancel  # until it has a driver, which finishes its step
     failed: BaseException | None = None
-    for run in asyncio.as_completed(runs):
-        try:
-            await run
-        except (RlsysError, asyncio.CancelledError) as error:
-            failed = failed or error
-            stop()
-    if interruptible.signal is not None and (failed is None or isinstance(failed, Interrupted)):
-        raise failed or Interrupted("interrupted; the same command goes on", interruptible.signal)
+    try:
+        for run in asyncio.as_completed(runs):
+            try:
+                await run
+            except (RlsysError, asyncio.CancelledError) as error:
+                failed = failed or error
+                for stops in own:
+                    stops.is_stopped = True
+                stop()
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
     if failed is not None:
         raise failed
 
@@ -259,11 +267,13 @@ class MemberStops:
 
     def __init__(self, of_process: Interruptible) -> None:
         self.of_process = of_process
+        self.is_stopped = False
+        """True if another member's end stops this one."""
         self.stop: Callable[[], object] = lambda: None
 
     @property
     def signal(self) -> int | None:
-        return self.of_process.signal
+        return self.of_process.signal or (SIGINT if self.is_stopped else None)
 
 
 def _result(base: Config, population: Population, members: Sequence[Member]) -> PopulationResult:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config
+from rlsys.errors import CheckpointError
 from rlsys.launch import run_population
 from tests.jobs import config_of
 
@@ -48,3 +49,23 @@ def test_the_worse_of_two_runs_goes_on_with_the_weights_and_near_the_values_of_t
     again = run_population(file, ["run.steps=6"])
     assert len(rows_of(folders[best] / "metrics.jsonl")) == 6
     assert len(again.lineage) == 2
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_error_of_one_run_ends_the_others_in_order(model_path, data_path, tmp_path):
+    job = tmp_path / "run.yaml"
+    job.write_text(config_of(model_path, data_path, tmp_path, ["run.steps=60", "checkpoint.every=1"]).to_yaml())
+    file = tmp_path / "population.yaml"
+    file.write_text(
+        f"config: [{job}]\nmembers: 2\nsearch: random\nkeys: {{algorithm.clip_high: {{low: 0.2, high: 0.4}}}}\n"
+    )
+    blocked = tmp_path / "run" / "member1" / "checkpoints"
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("a file where its checkpoints would be")
+    with pytest.raises(CheckpointError):
+        run_population(file)
+    ends = {}
+    for number in range(2):
+        events = (tmp_path / "run" / f"member{number}" / "events.jsonl").read_text().splitlines()
+        (ends[number],) = (json.loads(line)["reason"] for line in events if '"kind":"run_ended"' in line)
+    assert ends == {0: "interrupted", 1: "failed"}
