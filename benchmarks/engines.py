@@ -236,7 +236,7 @@ async def replica(model: Model, engine: EngineName, threads: int, shards: int = 
     )  # fmt: skip
 
     def one(name: str) -> Remote[RolloutWorker]:
-        return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, None), spec.resources, DEADLINE_S)
+        return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, {}), spec.resources, DEADLINE_S)
 
     pool = RolloutPool(PoolSpec(1, one, DEADLINE_S, DEADLINE_S, max_attempts=1))
     await pool.ready()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -99,7 +99,8 @@ class WorkerSet:
     rollouts: RolloutPool
     rewards: RewardPool
     evaluation: PinnedRolloutPool | None = None
-    partials: Remote[Partials] | None = None
+    partials: Mapping[str, Remote[Partials]] = field(default_factory=dict)
+    """By name of the trained policy."""
     hosts: Sequence[Remote[SessionHost]] = ()
 
     @classmethod
@@ -107,7 +108,7 @@ class WorkerSet:
         """Start all workers; they load in parallel."""
         lines = {name: PolicyWorkers.of(own, name) for name, own in (config.trained or {POLICY: config}).items()}
         relays = {name: line.relays for name, line in lines.items()}
-        partials = None if config.policies else start_partials()
+        partials = {name: start_partials(name if config.policies else "") for name in lines}
         rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
         hosts = start_hosts(config)
         return cls(
@@ -170,8 +171,8 @@ class WorkerSet:
         await asyncio.gather(*(worker.close() for worker in self._handles()))
         for line in self.lines.values():
             line.relays.close()
-        if self.partials is not None:
-            self.partials.kill()
+        for partials in self.partials.values():
+            partials.kill()
         await asyncio.gather(*(host.end() for host in self.hosts))
 
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
@@ -186,10 +187,12 @@ def _relays(config: Config) -> RayRelays:
     return RayRelays.start(config.limits.transfer_s, num_bytes=num_bytes)
 
 
-def start_partials() -> Remote[Partials]:
-    """Start the partial response pool on the driver's node. Ray restarts it if it dies, and its content is lost."""
+def start_partials(policy: str = "") -> Remote[Partials]:
+    """Start the partial response pool on the driver's node, one of several if `policy` is given. Ray restarts it if it
+    dies, and its content is lost."""
     here, *_ = node_ids()
-    return start(Partials, "partials", Partials, NO_MATHS, ANSWER_S, place=here, restarts=True)
+    name = f"partials of {policy}" if policy else "partials"
+    return start(Partials, name, Partials, NO_MATHS, ANSWER_S, place=here, restarts=True)
 
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
@@ -283,14 +286,15 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
 def start_rollouts(
     config: Config,
     relays: Mapping[str, RayRelays],
-    partials: Remote[Partials] | None = None,
+    partials: Mapping[str, Remote[Partials]] | None = None,
     hosts: Sequence[Remote[SessionHost]] = (),
 ) -> RolloutPool:
     """Start the rollout replicas for training; `relays` are those of the trained policies.
 
-    `partials` keeps what unfinished groups have sampled. Without it, as with several policies, a group that is lost
-    with its replica starts from scratch. `hosts` play the sessions, if there are any.
+    `partials` keep what each policy has sampled in unfinished groups. Without them, a group that is lost with its
+    replica starts from scratch. `hosts` play the sessions, if there are any.
     """
+    partials = partials or {}
     return RolloutPool(_replicas(config, _training_generators(config), relays, partials, hosts), partials=partials)
 
 
@@ -331,7 +335,7 @@ def _replicas(
     config: Config,
     generators: Mapping[str, GeneratorSpec],
     relays: Mapping[str, RayRelays],
-    partials: Remote[Partials] | None = None,
+    partials: Mapping[str, Remote[Partials]] | None = None,
     hosts: Sequence[Remote[SessionHost]] = (),
     *,
     evaluates: bool = False,
@@ -347,7 +351,7 @@ def _replicas(
     def one(name: str) -> Remote[RolloutWorker]:
         place = first + place_of(name)
         own = {policy: each.at(place) for policy, each in generators.items()}
-        build = partial(RolloutWorker.of, name, replace(spec, generators=own), routes, partials, hosts)
+        build = partial(RolloutWorker.of, name, replace(spec, generators=own), routes, partials or {}, hosts)
         return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
     return PoolSpec(section.replicas, one, limits.lease_s, limits.silence_s, limits.max_attempts)

@@ -258,6 +258,10 @@ async def _train(members: Sequence[Member], data: preflight.Data, interruptible:
         for run in runs:
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
+    if isinstance(failed, Interrupted):
+        raise Interrupted(
+            "interrupted after the current step of each run; the same command goes on", own[0].signal or SIGINT
+        )
     if failed is not None:
         raise failed
 

@@ -105,7 +105,7 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
 async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker:
     """A replica whose engine has the checksums of version `FAULTY`, and computes with the one before; its successor
     works."""
-    worker = await RolloutWorker.of(name, spec, {POLICY: relays.route}, None)
+    worker = await RolloutWorker.of(name, spec, {POLICY: relays.route}, {})
     engine = worker.generator._engine
     honest = engine.load
     given: list[Mapping[str, Tensor]] = []

@@ -49,13 +49,16 @@ class RolloutPool(Pool[RolloutWorker]):
     """Implements `Rollouts`. The `Router` chooses the replica of a group."""
 
     def __init__(
-        self, supply: PoolSpec[RolloutWorker], kind: str = "rollout", partials: Remote[Partials] | None = None
+        self,
+        supply: PoolSpec[RolloutWorker],
+        kind: str = "rollout",
+        partials: Mapping[str, Remote[Partials]] | None = None,
     ) -> None:
-        """`partials` is the pool of partial responses, if there is one."""
+        """`partials` are the pools of partial responses, by policy, if there are any."""
         self._router = Router(supply.size)
         for place in range(supply.size):
             self._router.leave(place)  # until it is set up
-        self._partials = partials
+        self._partials = partials or {}
         self._journeys: set[_Journey] = set()
         self._failed: set[int] = set()
         """Ids of groups whose last attempt failed. The next attempt continues from the kept tokens."""
@@ -106,15 +109,20 @@ class RolloutPool(Pool[RolloutWorker]):
             answer.cancel()
 
     async def _holders(self, group_id: int) -> set[int]:
-        """Indices of replicas that answer and have the version that an earlier attempt reached. All that answer if none
-        has it, or with several policies, which keep no partial responses."""
-        version = None
-        if self._partials is not None:
+        """Indices of replicas that answer and have the versions that an earlier attempt reached, of each policy that
+        has sampled in it. All that answer if none has them."""
+        reached: dict[str, PolicyVersion] = {}
+        for policy, partials in self._partials.items():
             with suppress(WorkerError):  # without the pool, the group starts from scratch on any replica
-                version = await self._partials.within(QUESTION_S).call(Partials.version, group_id)
+                version = await partials.within(QUESTION_S).call(Partials.version, group_id)
+                reached |= {} if version is None else {policy: version}
         live = self._live()
         told = await self._heard(live, [m.worker.within(QUESTION_S).call(RolloutWorker.held) for m in live])
-        fitting = {member.index for member, held in told if POLICY in held and held[POLICY].version == version}
+        fitting = {
+            member.index
+            for member, held in told
+            if reached and all(policy in held and held[policy].version == v for policy, v in reached.items())
+        }
         return fitting or {member.index for member, _ in told}
 
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:

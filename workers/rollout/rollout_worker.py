@@ -138,12 +138,14 @@ class RolloutWorker:
         name: str,
         spec: RolloutSpec,
         routes: Mapping[str, Route],
-        partials: Remote[Partials] | None,
+        partials: Mapping[str, Remote[Partials]],
         hosts: Sequence[Remote[SessionHost]] = (),
     ) -> Self:
-        """Load the engine of each policy, in this process. `routes` are by name of the policies that pull."""
+        """Load the engine of each policy, in this process. `routes` and `partials` are by name of the policies that
+        pull."""
         generators = {
-            policy: await load_generator(name, spec, policy, routes.get(policy), partials) for policy in spec.generators
+            policy: await load_generator(name, spec, policy, routes.get(policy), partials.get(policy))
+            for policy in spec.generators
         }
         is_training = any(own.pulls == "newest" for own in spec.generators.values())
         if not is_training:

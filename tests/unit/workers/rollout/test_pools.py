@@ -79,7 +79,7 @@ class Actor(Process):
 class Scripted(RolloutPool):
     """A pool whose members set up as the test says, and work until the test says how that ends."""
 
-    def __init__(self, size: int = 2, partials: Remote[Partials] | None = None) -> None:
+    def __init__(self, size: int = 2, **partials: Remote[Partials]) -> None:
         self.set_ups: Mapping[str, Exception | asyncio.Event] = {}
         self.set_up_ends: Mapping[str, Exception] = {}
         """What those that wait for an event end with."""
@@ -411,7 +411,7 @@ def test_one_replica_that_cannot_tell_its_load_hides_no_other():
 
 def test_a_reissued_group_goes_to_a_replica_with_its_version():
     async def asked(version: object) -> list[tuple[str, int, bool]]:
-        pool = Scripted(3, stored(version))
+        pool = Scripted(3, policy=stored(version))
         await pool.ready()
         for member, held in zip(pool.members, (4, 5, 6), strict=True):
             member.worker.actor.held.answer = {POLICY: Acknowledged(member.name, held, "h")}
@@ -424,6 +424,24 @@ def test_a_reissued_group_goes_to_a_replica_with_its_version():
     assert asyncio.run(asked(9)) == [("rollout-0", 0, True)]
     assert asyncio.run(asked(None)) == [("rollout-0", 0, True)]
     assert asyncio.run(asked(died("partials"))) == [("rollout-0", 0, True)]
+
+
+def test_a_reissued_group_of_several_policies_goes_where_all_of_their_versions_are():
+    async def asked(first: int | None, second: int | None) -> str:
+        pool = Scripted(3, first=stored(first), second=stored(second))
+        await pool.ready()
+        for member, versions in zip(pool.members, ((4, 1), (4, 2), (5, 2)), strict=True):
+            held = zip(("first", "second"), versions, strict=True)
+            member.worker.actor.held.answer = {name: Acknowledged(member.name, version, "h") for name, version in held}
+        pool._failed.add(0)
+        asyncio.create_task(pool.run(assignment()))  # noqa: RUF006
+        await settle()
+        return pool.asked[0][0]
+
+    assert asyncio.run(asked(4, 2)) == "rollout-1"
+    assert asyncio.run(asked(None, 2)) == "rollout-1"
+    assert asyncio.run(asked(5, None)) == "rollout-2"
+    assert asyncio.run(asked(5, 1)) == asyncio.run(asked(None, None)) == "rollout-0"
 
 
 @dataclass
