@@ -458,7 +458,7 @@ def stored(version: object) -> Remote[Partials]:
 def test_a_retry_waits_when_the_last_live_replica_dies_meanwhile():
     async def scenario() -> None:
         answer = asyncio.Event()
-        pool = Scripted(2, stored(answer))
+        pool = Scripted(2, policy=stored(answer))
         await pool.ready()
         groups = [asyncio.create_task(pool.run(assignment(group_id))) for group_id in range(2)]
         await settle()
