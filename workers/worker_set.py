@@ -294,8 +294,9 @@ def start_rollouts(
     `partials` keep what each policy has sampled in unfinished groups. Without them, a group that is lost with its
     replica starts from scratch. `hosts` play the sessions, if there are any.
     """
-    partials = partials or {}
-    return RolloutPool(_replicas(config, _training_generators(config), relays, partials, hosts), partials=partials)
+    generators, partials = _training_generators(config), partials or {}
+    supply = _replicas(config, generators, relays, partials, hosts)
+    return RolloutPool(supply, partials=partials, policies=list(generators))
 
 
 def start_hosts(config: Config) -> list[Remote[SessionHost]]:

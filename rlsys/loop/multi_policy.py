@@ -78,6 +78,8 @@ class SharedRollouts(Rollouts, Protocol):
 
     async def loads(self, policy: str = ...) -> Sequence[ReplicaLoad]: ...
 
+    async def move(self, source: str, to: str, policy: str = ...) -> int: ...
+
 
 class Joint:
     """State shared by the drivers of a run, in one event loop."""
@@ -229,8 +231,8 @@ class JointRollouts:
         return await self.joint.pool.loads(self.policy)
 
     async def move(self, source: str, to: str) -> int:
-        """Return 0: replicas of several policies do not move groups."""
-        return 0
+        """Move what this policy samples; the other policies of the groups stay where they are."""
+        return await self.joint.pool.move(source, to, self.policy)
 
     def placements(self) -> Mapping[int, str]:
         return {**self.joint.pool.placements(), **self.joint.awaited(self.policy)}

@@ -41,6 +41,10 @@ class FakeJointRollouts(FakeRollouts):
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         return [replace(load, version=self.loaded[policy]) for load in await super().loads()]
 
+    async def move(self, source: str, to: str, policy: str = POLICY) -> int:
+        """Move nothing: these replicas sample a group as a whole."""
+        return 0
+
     async def take_in(self, assignment: Assignment) -> PolicyVersion:
         self.assignments.append(assignment)
         for name, world in self.worlds.items():

@@ -37,12 +37,15 @@ CHARACTERS_PER_TOKEN = 4
 
 @dataclass(eq=False)
 class _Journey:
-    """A group in flight: assigned to `owner`, its tokens sampled at `place`."""
+    """A group in flight, assigned to `owner`."""
 
     group_id: int
     owner: PoolMember[RolloutWorker]
-    place: PoolMember[RolloutWorker]
+    places: dict[str, PoolMember[RolloutWorker]]
+    """Where its tokens are sampled, by policy."""
     weight: int
+    routed: PoolMember[RolloutWorker]
+    """Where the router counts its weight: the place of the first policy."""
 
 
 class RolloutPool(Pool[RolloutWorker]):
@@ -53,12 +56,14 @@ class RolloutPool(Pool[RolloutWorker]):
         supply: PoolSpec[RolloutWorker],
         kind: str = "rollout",
         partials: Mapping[str, Remote[Partials]] | None = None,
+        policies: Sequence[str] = (POLICY,),
     ) -> None:
-        """`partials` are the pools of partial responses, by policy, if there are any."""
+        """`partials` are the pools of partial responses, by policy, if there are any. `policies` are those of the
+        replicas' engines, in their order."""
         self._router = Router(supply.size)
         for place in range(supply.size):
             self._router.leave(place)  # until it is set up
-        self._partials = partials or {}
+        self._partials, self._policies = partials or {}, tuple(policies)
         self._journeys: set[_Journey] = set()
         self._failed: set[int] = set()
         """Ids of groups whose last attempt failed. The next attempt continues from the kept tokens."""
@@ -73,7 +78,7 @@ class RolloutPool(Pool[RolloutWorker]):
         await self._serving()  # nothing is awaited between this and the choice
         # Groups of one task on the same weights share a cached prompt, for example in a repeated evaluation or a retry.
         owner = self.members[self._router.route(weight, session=hash((assignment.version, text)), among=among)]
-        journey = _Journey(group_id, owner, owner, weight)
+        journey = _Journey(group_id, owner, dict.fromkeys(self._policies, owner), weight, owner)
         self._journeys.add(journey)
         try:
             done, payload = await self._do(owner, (assignment, is_again), f"rolling out group {group_id}")
@@ -82,7 +87,7 @@ class RolloutPool(Pool[RolloutWorker]):
             raise
         finally:
             self._journeys.discard(journey)
-            self._router.release(journey.place.index, weight)
+            self._router.release(journey.routed.index, weight)
         assert isinstance(done, RolledOut)
         self._router.report(owner.index, done.stats)
         group, *others = (replace(view, payload=payload) for view in (done.group, *done.others))
@@ -130,20 +135,27 @@ class RolloutPool(Pool[RolloutWorker]):
         asked = [member.worker.within(QUESTION_S).call(RolloutWorker.load, policy) for member in self._live()]
         return [answer for answer in await _outcomes(asked) if not isinstance(answer, RlsysError)]
 
-    async def move(self, source: str, to: str) -> int:
+    async def move(self, source: str, to: str, policy: str = POLICY) -> int:
+        """See `Rollouts.move`; only what one of several policies samples is moved."""
         giver, taker = self._called(source), self._called(to)
         if giver is None or taker is None or giver is taker or not taker.is_live:
             return 0
-        owners = {journey.owner for journey in self._journeys if journey.place is giver}
-        peer = _generator(taker).proxy
+        owners = {journey.owner for journey in self._journeys if journey.places[policy] is giver}
+        peer = self._generator(taker, policy).proxy
         asked = [member for member in self._live() if member in owners]
-        told = await self._heard(asked, [_generator(m).call(Generator.give_away, source, peer) for m in asked])
+        calls = [self._generator(member, policy).call(Generator.give_away, source, peer) for member in asked]
+        told = await self._heard(asked, calls)
         moved = {(owner, group_id) for owner, group_ids in told for group_id in group_ids}
         for journey in self._journeys:
-            if journey.place is giver and (journey.owner, journey.group_id) in moved:
-                self._router.transfer(giver.index, taker.index, journey.weight)
-                journey.place = taker
+            if journey.places[policy] is giver and (journey.owner, journey.group_id) in moved:
+                journey.places[policy] = taker
+                if policy == self._policies[0]:
+                    self._router.transfer(giver.index, taker.index, journey.weight)
+                    journey.routed = taker
         return len(moved)
+
+    def _generator(self, member: PoolMember[RolloutWorker], policy: str) -> Remote[Generator]:
+        return member.worker.at(Generator, f"places.{self._policies.index(policy)}")
 
     def placements(self) -> Mapping[int, str]:
         return {journey.group_id: journey.owner.name for journey in self._journeys}
@@ -220,10 +232,6 @@ class PinnedRolloutPool(RolloutPool):
 def _text(prompt: Prompt) -> str:
     """Text of a prompt, without roles."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-
-
-def _generator(member: PoolMember[RolloutWorker]) -> Remote[Generator]:
-    return member.worker.at(Generator, "generator")
 
 
 async def _outcomes(calls: Sequence[Awaitable[T]]) -> list[T | RlsysError]:

@@ -156,7 +156,7 @@ class RolloutWorker:
 
     @property
     def generator(self) -> Generator:
-        """The only generator, in a run of one policy. Groups move between replicas only in such a run."""
+        """The only generator, in a run of one policy."""
         (only,) = self._generators.values()
         return only
 

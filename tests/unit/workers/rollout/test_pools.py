@@ -57,6 +57,7 @@ class Process:
         return self
 
     def remote(self, path: str, *arguments: object) -> Call:
+        vars(self).setdefault("paths", []).append(path)
         return getattr(self, path.rpartition(".")[2]).remote(*arguments)
 
 
@@ -89,7 +90,8 @@ class Scripted(RolloutPool):
         self.failures: list[WorkerError] = []
         self.started: list[str] = []
         self.recovered: list[str] = []
-        super().__init__(PoolSpec(size, self._start, lease_s=10.0, silence_s=6.0, max_attempts=2), partials=partials)
+        supply = PoolSpec(size, self._start, lease_s=10.0, silence_s=6.0, max_attempts=2)
+        super().__init__(supply, partials=partials, policies=tuple(partials) or (POLICY,))
         self.on_failure = self.failures.append
         self.on_recovery = lambda name, seconds: self.recovered.append(name)
 
@@ -346,6 +348,26 @@ def test_router_weights_follow_moved_groups_and_are_released_there():
             pool.end(name)
         await asyncio.gather(*groups)
         assert [load.weight for load in pool._router.loads] == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_what_one_of_several_policies_samples_is_moved_alone():
+    async def scenario() -> None:
+        pool = Scripted(3, first=stored(None), second=stored(None))
+        await pool.ready()
+        group = asyncio.create_task(pool.run(assignment(0)))
+        await settle()
+        owner = pool.members[0].worker.actor
+        owner.give_away.answer = (0,)
+        assert await pool.move("rollout-0", "rollout-2", "second") == 1
+        assert vars(owner)["paths"][-1] == "places.1.give_away"
+        assert await pool.move("rollout-0", "rollout-1", "second") == 0, "nothing of it is there any more"
+        assert [load.weight for load in pool._router.loads] == [2, 0, 0], "the first policy is where it was"
+        assert await pool.move("rollout-0", "rollout-1", "first") == 1
+        assert await pool.move("rollout-2", "rollout-1", "second") == 1
+        pool.end("rollout-0")
+        await group
 
     asyncio.run(scenario())
 
