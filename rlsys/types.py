@@ -375,6 +375,8 @@ class Group:
     """Reward of all episodes that had ended when others were ended early; None if none were."""
     num_ended_early: int = 0
     """Episodes that were ended early; they are not among `episodes`."""
+    scores: tuple[Score, ...] | None = None
+    """Scores that the replica gave, one per episode, with `reward.workers: 0`; None: not scored yet, or scored."""
 
     @property
     def oldest_version(self) -> PolicyVersion:
@@ -419,7 +421,8 @@ class Group:
         """Return this group with one score per episode in its root trajectory; failed episodes are marked."""
         if len(scores) != len(self.episodes):
             raise ValueError(f"group {self.group_id}: {len(scores)} scores for {len(self.episodes)} episodes")
-        return replace(self, episodes=tuple(_scored(e, s) for e, s in zip(self.episodes, scores, strict=True)))
+        scored = tuple(_scored(e, s) for e, s in zip(self.episodes, scores, strict=True))
+        return replace(self, episodes=scored, scores=None)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
 from workers.ray.pool import Pool, PoolSpec
 from workers.ray.remote_proxy import Remote, place_of, start, successor_name
 from workers.relay.relay_pool import RayRelays
+from workers.reward.replica_rewards import ReplicaRewards
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.rollout.generator import WeightChange
 from workers.rollout.partial_responses import Partials
@@ -97,7 +98,7 @@ class WorkerSet:
     lines: Mapping[str, PolicyWorkers]
     """By name of the trained policy."""
     rollouts: RolloutPool
-    rewards: RewardPool
+    rewards: RewardPool | ReplicaRewards
     evaluation: PinnedRolloutPool | None = None
     partials: Mapping[str, Remote[Partials]] = field(default_factory=dict)
     """By name of the trained policy."""
@@ -161,7 +162,7 @@ class WorkerSet:
                 self.rollouts.give_way(lack.worker)
 
         for pool in (self.rollouts, self.rewards, self.evaluation):
-            if pool:
+            if isinstance(pool, Pool):
                 pool.on_failure, pool.on_recovery = on_failure, on_recovery
         for handle in self._handles():
             handle.on_unplaced = note if handle in (self.rollouts, self.evaluation) else make_room
@@ -178,7 +179,8 @@ class WorkerSet:
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
         """Handles of all workers except the relays and the partial responses."""
         own = [handle for line in self.lines.values() for handle in (line.actor, line.critic, line.reference)]
-        return [handle for handle in (*own, self.rollouts, self.rewards, self.evaluation) if handle is not None]
+        rewards = self.rewards if isinstance(self.rewards, RewardPool) else None
+        return [handle for handle in (*own, self.rollouts, rewards, self.evaluation) if handle is not None]
 
 
 def _relays(config: Config) -> RayRelays:
@@ -359,7 +361,7 @@ def _replicas(
 
 
 def _rollout_spec(config: Config, generators: Mapping[str, GeneratorSpec], *, evaluates: bool = False) -> RolloutSpec:
-    rollout = config.rollout
+    rollout, scores = config.rollout, not config.reward.workers
     return RolloutSpec(
         generators=generators,
         bindings=config.agents if config.policies else {},
@@ -369,19 +371,20 @@ def _rollout_spec(config: Config, generators: Mapping[str, GeneratorSpec], *, ev
         workflow=rollout.workflow,
         resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
         ends=rollout.early_ends,
-        judge=_judge_of(config) if rollout.early_ends and config.reward_functions else None,
+        judge=_judge_of(config) if (rollout.early_ends and config.reward_functions) or scores else None,
+        scores=scores,
     )
 
 
 def _judge_of(config: Config) -> Callable[[str], RewardWorker]:
-    """Return what makes the judge of a replica: the reward functions, in a process of its own."""
+    """Return what makes the judge of a replica: the reward functions, in processes of their own."""
     reward = config.reward
 
-    return partial(_judge, config.reward_functions, reward.timeout_s, reward.memory_mb)
+    return partial(_judge, config.reward_functions, reward.processes, reward.timeout_s, reward.memory_mb)
 
 
-def _judge(specs: Sequence[RewardSpec], timeout_s: float, memory_mb: int, name: str) -> RewardWorker:
-    return RewardWorker(specs, 1, timeout_s, memory_mb=memory_mb, name=name)
+def _judge(specs: Sequence[RewardSpec], processes: int, timeout_s: float, memory_mb: int, name: str) -> RewardWorker:
+    return RewardWorker(specs, processes, timeout_s, memory_mb=memory_mb, name=name)
 
 
 def _generator_spec(
@@ -408,9 +411,11 @@ def _generator_spec(
     return GeneratorSpec(engine=engine, change=change, pulls=pulls, servers=servers)
 
 
-def start_rewards(config: Config) -> RewardPool:
-    """Start the reward workers."""
+def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
+    """Start the reward workers; without any, replicas score their groups."""
     reward, model, limits = config.reward, config.reward.model, config.limits
+    if not reward.workers:
+        return ReplicaRewards()
     resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
     arguments = config.reward_functions, reward.processes, reward.timeout_s, reward.memory_mb, model, resources
 

@@ -75,7 +75,7 @@ def plan_of(config: Config) -> Plan:
 
 def evaluation_roles(config: Config) -> tuple[Role, ...]:
     """Workers of `rlsys eval`, which trains nothing."""
-    return (_evaluation(config), _reward(config))
+    return (_evaluation(config), _reward(config)) if config.reward.workers else (_evaluation(config),)
 
 
 def needs(roles: Sequence[Role]) -> tuple[float, float]:
@@ -88,7 +88,8 @@ def _roles(config: Config) -> Iterator[Role]:
     yield Role("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus)
     if rollout.session_hosts:
         yield Role("session host", rollout.session_hosts, 1.0, 0.0)
-    yield _reward(config)
+    if config.reward.workers:
+        yield _reward(config)
     if not config.policies:
         yield from _learning(config)
     for name, own in config.trained.items():

@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     JsonValue,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Tag,
@@ -128,8 +129,9 @@ class RewardSection(Section):
     is first scored in one call within this time. If that takes longer, its episodes are scored one by one, and so are
     those of later groups until all episodes of a group are in time. At least the `timeout_s` of `llm_judge` and
     `http`."""
-    workers: PositiveInt = 1
-    """Ray actors that score in parallel."""
+    workers: NonNegativeInt = 1
+    """Ray actors that score in parallel. 0: each replica scores its own groups, in a killable process beside it, which
+    saves a worker and a trip of every group where functions are fast."""
     processes: PositiveInt = 1
     """Killable processes of one worker."""
     memory_mb: PositiveInt = 8192

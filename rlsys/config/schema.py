@@ -828,6 +828,10 @@ class Config(Section):
         algorithm, asynchrony = info.data.get("algorithm"), info.data.get("asynchrony")
         if algorithm is not None:
             refuse(curation.problems(algorithm, asynchrony and asynchrony.max_staleness))
+        reward = info.data.get("reward")
+        if curation.stored_successes and reward is not None and not reward.workers:
+            text = "a reward worker puts them into groups: set reward.workers to 1 or more"
+            raise nested([(("stored_successes",), text)])
         data = info.data.get("data")
         if curation.follows_signal and data is not None and not data.sources:
             raise nested([(("source_weights",), "there is one source of data: name several in data, or set fixed")])
@@ -879,6 +883,8 @@ class Config(Section):
         rollout = info.data.get("rollout")
         if rollout is not None and rollout.early_ends is not None and reward.model is not None:
             raise nested([(("model",), "a replica has no reward model: set rollout.early_ends to null, or this")])
+        if reward.model is not None and not reward.workers:
+            raise nested([(("workers",), "the reward model needs a worker: set it to 1 or more")])
         return reward
 
     @field_validator("asynchrony")

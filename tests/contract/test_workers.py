@@ -23,6 +23,7 @@ from tests.groups import num_ok
 from tests.jobs import config_of
 from tests.processes import kill_worker
 from workers.ray.pool import Pool
+from workers.reward.reward_worker import RewardPool
 from workers.worker_set import WorkerSet
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.
     overrides = ["rollout.replicas=2", "eval.every=1", f"eval.data={data_path}"]
     crew = WorkerSet.of(config_of(model_path, data_path, tmp_path_factory.mktemp("runs"), overrides))
     pinned = crew.evaluation
-    assert pinned is not None
+    assert pinned is not None and isinstance(crew.rewards, RewardPool)
     with asyncio.Runner() as runner:
         runner.run(crew.ready())
         yield Kit(

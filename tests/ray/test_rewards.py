@@ -54,3 +54,16 @@ def test_groups_are_shared_among_the_replicas_of_a_reward_model(cluster, model_p
     scored = Counter(event["worker"] for event in events if event.get("activity") == "scoring")
     assert scored.keys() == {"reward-0", "reward-1"} and min(scored.values()) >= 1
     assert all("reward/by/model" in row for row in rows_of(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_replicas_that_score_their_groups_change_nothing_but_the_number_of_processes(
+    cluster, model_path, data_path, tmp_path
+):
+    def run(workers: int) -> list[dict[str, float]]:
+        folder = tmp_path / str(workers)
+        keys = [f"reward.workers={workers}", "eval.every=2", f"eval.data={data_path}", "eval.limit=4"]
+        rlsys.train(config_of(model_path, data_path, folder, keys), progress=False)
+        names = ("reward/mean", "loss", "optim/grad_norm", "eval/tasks/mean")
+        return [{name: row[name] for name in names if name in row} for row in rows_of(folder / "run/metrics.jsonl")]
+
+    assert run(0) == run(1)

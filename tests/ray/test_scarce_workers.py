@@ -10,6 +10,7 @@ import ray._private.state
 
 from rlsys.errors import WorkerError
 from tests.jobs import config_of
+from workers.reward.reward_worker import RewardPool
 from workers.worker_set import WorkerSet, start_fixed_rollouts, start_rewards
 
 KEYS = ["rollout.num_cpus=4", "reward.num_cpus=4", "eval.replicas=2"]
@@ -32,6 +33,7 @@ def test_a_replica_gives_way_to_the_only_reward_worker(three_nodes, model_path: 
         rollouts = start_fixed_rollouts(config, str(model_path))
         await rollouts.ready()
         rewards = start_rewards(config)
+        assert isinstance(rewards, RewardPool)
         crew = WorkerSet({}, rollouts, rewards)
         crew.watch(failed, recovered)
         await rewards.ready()

@@ -24,6 +24,9 @@ class EpisodeJudge(Protocol):
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         """Return one score per episode, in order."""
 
+    async def start(self) -> None:
+        """Start its processes. Without this call, the first `score` does."""
+
     async def close(self) -> None:
         """End its processes."""
 

@@ -17,7 +17,7 @@ from rlsys.config.chat_section import ChatSection
 from rlsys.config.schema import EarlyEndsSection
 from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import ConfigError, RlsysError, WorkerDied, WorkerError
-from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling, Turn
+from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling, Score, Turn
 from rlsys.util.deadlines import remote
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec
 from workers.ray.cluster import Resources
@@ -72,6 +72,8 @@ class RolloutSpec:
     ends: EarlyEndsSection | None = None
     judge: Callable[[str], EpisodeJudge] | None = None
     """Makes the judge of ended episodes, with the replica's name; None: only workflows give rewards."""
+    scores: bool = False
+    """True if the replica scores its groups."""
 
     def speech_of(self, policy: str) -> PolicyText:
         """Load what turns prompts of a policy into tokens."""
@@ -79,10 +81,12 @@ class RolloutSpec:
         codec = TextTokenizer.load(own.model_path, self.chat)
         return PolicyText(codec, self.sampling, self.max_prompt_tokens, own.max_context)
 
-    def sessions(self, name: str) -> GroupSessions:
-        """Sessions of training in the worker `name`."""
-        ends = self.ends
-        made = GroupEnds(ends.after, ends.keep, self.judge(name) if self.judge else None) if ends else None
+    def sessions(self, name: str, judge: EpisodeJudge | None = None) -> GroupSessions:
+        """Sessions of training in the worker `name`, which may have a judge already."""
+        ends, made = self.ends, None
+        if ends is not None:
+            judge = judge or (self.judge(name) if self.judge else None)
+            made = GroupEnds(ends.after, ends.keep, judge)
         return GroupSessions(self.workflow, self.bindings, made)
 
 
@@ -119,9 +123,11 @@ class RolloutWorker:
         generators: Mapping[str, Generator],
         hosts: SessionHosts | None = None,
         me: RolloutWorker | None = None,
+        judge: EpisodeJudge | None = None,
     ) -> None:
         """Create the replica `name`. `generators` are by policy name. `sessions` are played here without `hosts`, which
-        reach this replica as `me`."""
+        reach this replica as `me`. With a `judge`, it scores its groups."""
+        self._judge = judge
         self.name, self._sessions, self._generators = name, sessions, generators
         self._hosts, self._me = hosts or SessionHosts(()), me or self
         self._routes: dict[Ticket, Mapping[str, GroupRoute]] = {}
@@ -148,11 +154,15 @@ class RolloutWorker:
             for policy in spec.generators
         }
         is_training = any(own.pulls == "newest" for own in spec.generators.values())
+        judge = spec.judge(name) if spec.scores and spec.judge else None
+        if judge is not None:
+            await judge.start()
         if not is_training:
-            return cls(name, GroupSessions(spec.workflow.in_evaluation(), spec.bindings), generators)
+            sessions = GroupSessions(spec.workflow.in_evaluation(), spec.bindings)
+            return cls(name, sessions, generators, judge=judge)
         known = SessionHosts([host.proxy for host in hosts], place_of(name))
         me = this_worker(name, cls).proxy if hosts else None
-        return cls(name, spec.sessions(name), generators, known, me)
+        return cls(name, spec.sessions(name, judge), generators, known, me, judge)
 
     @property
     def generator(self) -> Generator:
@@ -186,11 +196,12 @@ class RolloutWorker:
             self._routes[ticket] = policies
             self._began_s[ticket] = start_s = time.monotonic()
             played = await self._attempt(assignment, policies, is_again=is_again)
+            scores = await self._judge.score(assignment.task, played.episodes) if self._judge else None
         finally:
             del self._began_s[ticket]
             self._routes.pop(ticket, None)
         trained = list(assignment.versions or self._generators)  # all trained policies, or the only one
-        views = [await self._view(name, policies[name], assignment, played) for name in trained]
+        views = [await self._view(name, policies[name], assignment, played, scores) for name in trained]
         busy = Busy(self.name, start_s, time.monotonic())
         pulls = tuple(pull for generator in self._generators.values() for pull in generator.take_pulls())
         waited_s, others = start_s - arrived_s, tuple(views[1:])
@@ -241,6 +252,8 @@ class RolloutWorker:
         for generator in self._generators.values():
             await generator.close()
         await self._sessions.close()
+        if self._judge is not None:
+            await self._judge.close()
 
     async def _hold(self, assignment: Assignment) -> None:
         """Return once all generators have weights no older than the assignment requires, at the same moment.
@@ -317,7 +330,14 @@ class RolloutWorker:
             raise WorkerDied(self.name, f"sampling for group {ticket.group_id}", "the group has ended here")
         return self._routes[ticket][policy]
 
-    async def _view(self, name: str, policy: GroupRoute, assignment: Assignment, played: PlayedGroup) -> Group:
+    async def _view(
+        self,
+        name: str,
+        policy: GroupRoute,
+        assignment: Assignment,
+        played: PlayedGroup,
+        scores: tuple[Score, ...] | None,
+    ) -> Group:
         """View of the group for one policy, without the payload."""
         episodes = played.episodes
         versions = versions_of(episodes, name)
@@ -334,4 +354,5 @@ class RolloutWorker:
             policy=name,
             settled_reward=played.settled_reward,
             num_ended_early=assignment.size - len(episodes),
+            scores=scores,
         )

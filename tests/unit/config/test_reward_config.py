@@ -132,3 +132,16 @@ def test_paths_are_made_absolute_for_workers() -> None:
     one = Config.load([], [*MINIMAL, "reward.fn=my.py:x", "reward.model.path=org/name"]).reward.rooted()
     assert one.fn == f"{here}/my.py:x"
     assert one.model is not None and one.model.path == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("reward.model.path=m", r"reward\.workers: the reward model needs a worker"),
+        ("curation.stored_successes=4", r"curation\.stored_successes: a reward worker puts them into groups"),
+    ],
+)
+def test_what_needs_a_reward_worker_is_refused_without_one(override: str, told: str):
+    keys = ["run.steps=2", "model.path=m", "data.path=d", "reward.fn=exact", "asynchrony.max_staleness=1"]
+    with pytest.raises(ConfigError, match=told):
+        Config.load([], [*keys, "reward.workers=0", override])

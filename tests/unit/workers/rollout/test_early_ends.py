@@ -32,6 +32,8 @@ class Lengths:
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         return tuple(Score(float(len(e.trajectories[0].turns) <= 5)) for e in episodes)
 
+    async def start(self) -> None: ...
+
     async def close(self) -> None:
         self.is_closed = True
 
