@@ -150,8 +150,8 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     compared = [group for group in by_group if len(group) > 1]
     by_part: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        for _, trajectory in group.everyone():
-            for part, value in trajectory.parts.items():
+        for (_, place), trajectory in group.everyone():
+            for part, value in trajectory.parts.items() if not place else ():
                 by_part[part].append(value)
     by_source: dict[str, list[float]] = defaultdict(list)
     for group, own in zip(groups, by_group, strict=True):

@@ -132,6 +132,8 @@ class RolloutWorker:
         self._hosts, self._me = hosts or SessionHosts(()), me or self
         self._routes: dict[Ticket, Mapping[str, GroupRoute]] = {}
         """Routes of all groups here, by policy name."""
+        self._turns: dict[tuple[Ticket, str, int], asyncio.Future[Turn]] = {}
+        """Turns that are sampled for hosts, by group, policy and seed."""
         self.places = SimpleNamespace(**{str(i): generator for i, generator in enumerate(generators.values())})
         """The generators as attributes, for `Remote.at`: names of policies may have dots."""
         self._began_s: dict[Ticket, float | None] = {}
@@ -317,8 +319,24 @@ class RolloutWorker:
         max_new_tokens: int | None,
         stop: tuple[str, ...],
     ) -> Turn:
-        """Sample a turn for a group here whose sessions are in a host. Raises the errors of `GroupRoute.sample`."""
-        return await self._route(ticket, policy).sample(prompt_ids, seed, max_new_tokens, stop)
+        """Sample a turn for a group here whose sessions are in a host. Raises the errors of `GroupRoute.sample`, and
+        `WorkerDied` after `cancel_turn`."""
+        work = self._route(ticket, policy).sample(prompt_ids, seed, max_new_tokens, stop)
+        turn = self._turns[ticket, policy, seed] = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([turn])
+        finally:
+            turn.cancel()
+            del self._turns[ticket, policy, seed]
+        if turn.cancelled():
+            raise WorkerDied(self.name, f"sampling for group {ticket.group_id}", "its session was cancelled")
+        return turn.result()
+
+    @remote("ending a turn of group {ticket.group_id}")
+    async def cancel_turn(self, ticket: Ticket, policy: str, seed: int) -> None:
+        """Sample no further for the request with this seed, which is unique in its group."""
+        if (turn := self._turns.get((ticket, policy, seed))) is not None:
+            turn.cancel()
 
     @remote("scoring for group {ticket.group_id}", patience=inf)
     async def recite_turn(self, ticket: Ticket, policy: str, prompt_ids: tuple[int, ...], reply: str) -> Turn:

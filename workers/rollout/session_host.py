@@ -12,13 +12,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Self
 
 from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.workflow import Workflow, play_or_fail
-from rlsys.errors import DeadlineExceeded, WorkerDied, first_of
+from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError, first_of
 from rlsys.types import Assignment, Turn
 from rlsys.util.deadlines import remote
 from workers.rollout.early_ends import GroupEnds, PlayedGroup
@@ -78,8 +79,14 @@ class HostedPolicy(PolicySpeech):
         stop: tuple[str, ...] = (),
         tell: Tell | None = None,
     ) -> Turn:
-        """See `Policy.sample`. `tell` gets nothing before the end, because a text would take a call each time."""
-        return await self.replica.sample_turn(self.ticket, self.policy, prompt_ids, seed, max_new_tokens, stop)
+        """See `Policy.sample`. `tell` gets nothing before the end, because a text would take a call each time. If the
+        session is cancelled, the replica samples no further."""
+        try:
+            return await self.replica.sample_turn(self.ticket, self.policy, prompt_ids, seed, max_new_tokens, stop)
+        except asyncio.CancelledError:
+            with suppress(WorkerError):  # a replica that is gone samples no further either
+                await self.replica.cancel_turn(self.ticket, self.policy, seed)
+            raise
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
         return await self.replica.recite_turn(self.ticket, self.policy, prompt_ids, reply)

@@ -10,7 +10,7 @@ import pytest
 from rlsys.agents.workflow import Session, SingleTurn, Workflow
 from rlsys.errors import TaskTooLong, WorkerDied, WorkflowError
 from rlsys.types import POLICY, Assignment
-from tests.replicas import Shelf, assignment, own_tokens, played, replica_of, scripted
+from tests.replicas import Shelf, assignment, own_tokens, played, replica_of, scripted, until
 from workers.rollout.early_ends import GroupEnds
 from workers.rollout.group_route import Ticket
 from workers.rollout.rollout_worker import RolloutWorker
@@ -122,6 +122,31 @@ def test_groups_go_to_the_host_with_the_fewest_of_them():
     assert first is hosts[1], "replicas begin at different hosts"
     chosen._running["rollout-host-1"] += 1
     assert chosen.choose() is hosts[0]
+
+
+class Sleeps(Workflow):
+    """One episode ends at once, the other has a long turn."""
+
+    async def run(self, session: Session) -> None:
+        agent = session.agent("policy")
+        if session.episode_index:
+            await agent.chat("7>")
+
+
+def test_the_replica_samples_no_further_for_a_cancelled_session():
+    host = host_of(Sleeps())
+    worker = replica(NowhereElse(), host)
+
+    async def scenario() -> None:
+        group = asyncio.create_task(worker.run(assignment(size=2)))
+        await until(lambda: worker.stats().num_running == 1)
+        (turn,) = worker._turns
+        await worker.cancel_turn(*turn)
+        with pytest.raises(WorkerDied, match="its session was cancelled"):
+            await group
+        assert worker.stats().num_running == 0 and not worker._turns
+
+    played([worker], scenario)
 
 
 class Uneven(Workflow):
