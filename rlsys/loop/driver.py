@@ -548,8 +548,9 @@ class Driver:
 
         Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to be
         complete; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for a running evaluation only
-        when the next one is due, and at the end. `stop` unblocks every wait. An evaluation that is the last of too many
-        without a better value ends the loop before its next step.
+        when the next one is due, and at the end. In a population it waits before some steps for the other runs, see
+        `_meet`. `stop` unblocks every wait. An evaluation that is the last of too many without a better value ends the
+        loop before its next step.
         """
         await self._evaluate(self._version)
         while self._version < self.end and not self._stopping and not self.early_stop:
