@@ -284,7 +284,8 @@ class RolloutSection(Section):
     the oldest. None: 2."""
     session_hosts: NonNegativeInt = 0
     """Processes in which workflows, tools and environments run, apart from engines, on any node with a CPU to spare. 0:
-    in the replicas. Worth it where a session computes: its Python takes time of the engine otherwise."""
+    in the replicas. Worth it where sessions compute and cores are free: their Python takes time of the engine
+    otherwise."""
     early_ends: EarlyEndsSection | None = None
     """End redundant episodes of a group early, once its advantages are settled (after DeepPrune, arXiv:2510.08483). The
     reward functions then also run in the replicas, and which episodes end depends on timing. None: every episode is
