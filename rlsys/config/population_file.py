@@ -54,7 +54,7 @@ class PopulationFile(Section):
     share: Annotated[float, Field(gt=0, le=0.5)] = 0.25
     """Share of the runs that is replaced at a meeting, and of those copied (`pbt`); that goes on from one (`asha`)."""
     score: str = "reward/mean"
-    """Metric to compare by: its mean since the last meeting."""
+    """Metric to compare by: its mean over the last `every` steps."""
     score_is: Literal["highest", "lowest"] = "highest"
     """Best value of `score`."""
     seed: NonNegativeInt = 0

@@ -39,7 +39,7 @@ KEPT = 3
 
 @dataclass(frozen=True)
 class PopulationResult:
-    """What a population came to."""
+    """Result of a finished population."""
 
     folder: str
     members: Sequence[TrainResult]
@@ -145,7 +145,7 @@ def _name(number: int) -> str:
 
 
 def _start_of(config: Config, last: Meeting | None) -> preflight.Start:
-    """Where a run starts from: the newest of its own checkpoints, and that of its last meeting."""
+    """Return the newer start of a run: its own last checkpoint, or the one its last meeting gave it."""
     start = preflight.start_of(config)
     is_own = start.checkpoint is not None and last is not None and start.checkpoint.name > Path(last.checkpoint).name
     if last is None or not last.checkpoint or is_own:

@@ -127,13 +127,13 @@ class Summary:
 
 
 class Stops(Protocol):
-    """What may stop a job; see `Interruptible`."""
+    """Reasons a job may stop early; see `Interruptible`."""
 
     stop: Callable[[], object]
 
     @property
     def signal(self) -> int | None:
-        """The signal that did; None if there was none."""
+        """Signal that stopped the job; None if none did."""
 
 
 class Stopping:

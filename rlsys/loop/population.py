@@ -34,7 +34,7 @@ FILE = "population.json"
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What came of one member's meeting at a step."""
+    """Decision about one member at a meeting."""
 
     step: int
     """Optimizer steps behind the weights."""
@@ -56,7 +56,7 @@ _HELD = TypeAdapter(list[Meeting])
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """What a driver changes at a meeting."""
+    """Change that a meeting makes to a running member."""
 
     end: str = ""
     """Reason to end the run; nothing else is changed then."""

@@ -42,10 +42,10 @@ class _Journey:
     group_id: int
     owner: PoolMember[RolloutWorker]
     places: dict[str, PoolMember[RolloutWorker]]
-    """Where its tokens are sampled, by policy."""
+    """Replicas that sample its tokens, by policy."""
     weight: int
     routed: PoolMember[RolloutWorker]
-    """Where the router counts its weight: the place of the first policy."""
+    """Replica to which the router charges its weight: the place of the first policy."""
 
 
 class RolloutPool(Pool[RolloutWorker]):

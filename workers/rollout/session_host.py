@@ -67,7 +67,7 @@ class HostedPolicy(PolicySpeech):
     """Implements `Policy` in a host: a replica samples for it."""
 
     replica: RolloutWorker
-    """Possibly in another process."""
+    """Replica of the group, possibly in another process."""
     policy: str
     """Name of the policy."""
 
@@ -93,7 +93,7 @@ class HostedPolicy(PolicySpeech):
 
 
 class SessionHost:
-    """One host."""
+    """Plays the sessions of groups in a process of its own, for the replicas that sample their tokens."""
 
     def __init__(self, name: str, sessions: GroupSessions, speech: Mapping[str, PolicyText]) -> None:
         """`speech` is by policy name."""
