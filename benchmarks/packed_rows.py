@@ -62,7 +62,9 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
             trained_logprobs(model, batch, Distribution(1.0))[0].sum().backward()
         return time.process_time() - began
     for batch in _padded(samples):
-        ids_ST = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.prompt_ids + s.completion_ids) for s in batch], True)
+        ids_ST = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor((*s.prompt_ids, *s.completion_ids)) for s in batch], True
+        )
         lengths_S = torch.tensor([len(s.prompt_ids) + len(s.completion_ids) for s in batch])
         is_real_ST = torch.arange(ids_ST.shape[1]) < lengths_S[:, None]
         hidden_STH = model.base_model(input_ids=ids_ST, attention_mask=is_real_ST, use_cache=False).last_hidden_state

@@ -262,10 +262,20 @@ class Actor(TrainedModel, Protocol):
         """
 
     async def record(
-        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
-    ) -> None:
-        """Write the groups of the last trained step, for people and for `rlsys replay`. The file contains prompts,
-        completions, scores and advantages. Raises `PayloadLost`."""
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Assigned,
+        places: Sequence[int],
+    ) -> Awaitable[None]:
+        """Begin to write the groups at `places` of the last trained step, for people and for `rlsys replay`. The file
+        contains prompts, completions, scores and advantages.
+
+        Returns once the next step may be trained; awaiting the result waits until the file is written. That raises
+        `PayloadLost`, `CheckpointError`, or `WorkerError` if the writer fails.
+        """
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost` before writing. May run

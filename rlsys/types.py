@@ -7,17 +7,19 @@ Two families:
 * *metadata*: `SampleMeta`, `TrajectoryMeta`, `EpisodeMeta`, `Group`, `EngineStats`. Lengths, rewards, outcomes,
   versions, loads; a few hundred bytes that suffice for all decisions of the driver.
 
-All types are immutable and picklable. This module imports no other module of rlsys.
+All types are immutable and picklable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import isfinite
 from typing import Literal, NotRequired, TypeAlias, TypedDict
+
+from rlsys.number_arrays import FloatArray, IntArray
 
 Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
 
@@ -185,11 +187,14 @@ def failed(reason: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Turn:
-    """One policy call: prompt ids in; output ids with a logprob and a policy version per token out."""
+    """One policy call: prompt ids in; output ids with a logprob and a policy version per token out.
 
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    Ids and logprobs are kept as an `IntArray` and a `FloatArray`, whatever sequence they are given as.
+    """
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    logprobs: Sequence[float]
     """Natural log of the probability of each output token under the distribution it was sampled from."""
     versions: tuple[VersionSpan, ...]
     finish: Literal["stop", "length", "abort"]
@@ -201,6 +206,11 @@ class Turn:
     """Experts that the engine chose, one entry per output token: at the positions that it computed for this token,
     which are the last ones of the prompt for the first, and that of the token before for others. A position has as many
     bytes as all others, see `workers.train.routing`. Empty if not recorded."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", IntArray(self.prompt_ids))
+        object.__setattr__(self, "output_ids", IntArray(self.output_ids))
+        object.__setattr__(self, "logprobs", FloatArray(self.logprobs))
 
 
 @dataclass(frozen=True)
@@ -364,7 +374,7 @@ class Group:
     payload: Ref
     """Reference to `tuple[Episode, ...]`."""
     columns: Mapping[str, Ref] = field(default_factory=dict)
-    """Signal name -> reference to the extra per-token column (one tuple of floats per sample, in sample order)."""
+    """Signal name -> reference to the extra per-token column (one array of fp32 per sample, in sample order)."""
     policy: str = POLICY
     """Name of the policy trained on this group; `versions` and `weights` are of this policy only."""
     source: str = ""

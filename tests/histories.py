@@ -23,8 +23,6 @@ from random import Random
 from statistics import fmean, pstdev
 from typing import TypeAlias
 
-import orjson
-
 from rlsys.monitoring.events import (
     CheckpointSaved,
     EngineChosen,
@@ -50,6 +48,7 @@ from rlsys.monitoring.events import (
     WorkerRestarted,
 )
 from rlsys.monitoring.trackers.jsonl import JsonlSink
+from tests.rollouts import write_lines
 
 _Said: TypeAlias = tuple[str, int | None, list[tuple[str, str]]]
 """An agent, its parent, and of each turn what it heard and what it said."""
@@ -172,9 +171,8 @@ class History:
         self.now_s = begin_s + shape.step_s
         self.events.emit(WorkerBusy("actor", "publishing", begin_s + 0.97 * shape.step_s, self.now_s))
         self._step += 1
-        path = self.folder / "rollouts" / f"step_{self._step:06}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+        path = self.folder / "rollouts" / f"step_{self._step:06}.parquet"
+        write_lines(path, lines)
         self.events.emit(RolloutsWritten(self._step, str(path)))
         group_ids = tuple(line["group_id"] for line in lines)
         self.events.emit(StepDone(self._step, self._metrics(lines), group_ids))

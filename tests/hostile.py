@@ -11,6 +11,7 @@ import orjson
 
 from rlsys.monitoring.events import AlertRaised, EngineChosen, EvalDone, GroupDropped, PhaseDone, WorkerFailed
 from tests.histories import History, Shape
+from tests.rollouts import lines_of, write_lines
 
 RUN = "x<img src=x onerror=window.pwned=1>&\"'#%2e%2e?a=b"
 """Name of its folder."""
@@ -51,9 +52,8 @@ def hostile_run(root: Path) -> Path:
     history.emit(GroupDropped(9, "task-0", HOSTILE, HOSTILE))
     history.emit(AlertRaised(HOSTILE, 3, 1.0, 0.5, HOSTILE))
     history.end("failed", HOSTILE)
-    for path in sorted(folder.glob("rollouts/*.jsonl")):
-        lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-        path.write_bytes(b"".join(orjson.dumps(_spoilt(line), option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+    for path in sorted(folder.glob("rollouts/*.parquet")):
+        write_lines(path, map(_spoilt, lines_of(path)))
     events = folder / "events.jsonl"
     task_id = orjson.dumps(task_id_of("task-0"))
     events.write_bytes(events.read_bytes().replace(b'"task-0"', task_id))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-import orjson
-
 from tests.histories import History, Shape
+from tests.rollouts import lines_of, write_lines
 
 NUM_TOKENS = 10_000
 NUM_SUBAGENTS = 40
@@ -22,10 +21,10 @@ def long_run(folder: Path) -> Path:
     for _ in range(STEP):
         history.step()
     history.end("finished")
-    path = folder / "rollouts" / f"step_{STEP:06}.jsonl"
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    path = folder / "rollouts" / f"step_{STEP:06}.parquet"
+    lines = lines_of(path)
     _lengthen(lines[0])
-    path.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+    write_lines(path, lines)
     return folder
 
 

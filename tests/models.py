@@ -121,7 +121,7 @@ def episode_of(sample: Sample, reward: float | None = None, agent: str = "lead")
             first = next(i for i in range(start, end) if sample.is_trained[i])
             output = sample.completion_ids[first:end]
             span = (VersionSpan(0, len(output)),)
-            prompt = sample.prompt_ids + sample.completion_ids[:first]
+            prompt = (*sample.prompt_ids, *sample.completion_ids[:first])
             turns.append(Turn(prompt, output, sample.logprobs[first:end], span, "stop", ""))
             start = end
     return Episode((Trajectory(agent, tuple(turns), reward=reward),))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
 
 from rlsys.algorithm import TrajectoryAdvantage
-from rlsys.replay.rollout_log import RolloutRecord, write_rollouts
+from rlsys.replay.rollout_files import read_rollouts, write_rollouts
+from rlsys.replay.rollout_log import RolloutRecord, as_plain, rollout_of
 from rlsys.types import Episode, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
 
 
@@ -38,3 +43,28 @@ def rollouts(path: Path, rewards: Sequence[float | None], step: int = 10) -> Pat
 
     write_rollouts(path, map(record, range(len(rewards) // 2)))
     return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The groups of a file, as JSON."""
+    numbers = orjson.OPT_SERIALIZE_NUMPY
+    return [orjson.loads(orjson.dumps(r, default=as_plain, option=numbers)) for r in read_rollouts(path)]
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write groups that are given as JSON; to a `.jsonl` as an earlier version did."""
+    texts = [orjson.dumps({"record_v": 2, **line}) for line in lines]
+    if path.suffix == ".jsonl":
+        path.write_bytes(b"\n".join(texts) + b"\n")
+    else:
+        write_rollouts(path, [rollout_of(text, "a test") for text in texts])
+
+
+def damage(path: Path, *places: int) -> None:
+    """Change a byte of the groups at these places."""
+    data, metadata = bytearray(path.read_bytes()), pq.read_metadata(path)
+    for place in places:
+        group = metadata.row_group(place)
+        (session,) = (c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "session")
+        data[session.data_page_offset + session.total_compressed_size * 3 // 4] ^= 0xFF
+    path.write_bytes(data)

@@ -30,7 +30,8 @@ from workers.rollout.session_host import SessionHost
 from workers.train.optimizer import critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.reference_worker import ReferenceWorker
-from workers.train.train_handles import ActorHandle, CriticHandle, RanksHandle, ReferenceHandle
+from workers.train.rollout_recorder import RolloutRecorder
+from workers.train.train_handles import ActorHandle, CriticHandle, RanksHandle, RecorderHandle, ReferenceHandle
 
 if TYPE_CHECKING:
     from rlsys.config import Config
@@ -219,7 +220,22 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     has_pairs = Signal.POLICY_MISMATCHED in signals or (
         train.lora is not None and Signal.REFERENCE_MISMATCHED in signals
     )
-    return ActorHandle(ranks, _silence_s(config), train.mesh.num_peers, has_pairs=has_pairs)
+    actor = ActorHandle(ranks, _silence_s(config), train.mesh.num_peers, has_pairs=has_pairs)
+    if config.record.rollouts_every:
+        actor.recorder = start_recorder(config)
+    return actor
+
+
+def start_recorder(config: Config) -> RecorderHandle:
+    """Return the recorder of rollouts, which starts on the driver's node, where the run's folder is."""
+    build, deadline_s = partial(RolloutRecorder, config.model.path), config.limits.no_progress_s
+
+    def begin(num_before: int) -> Remote[RolloutRecorder]:
+        here, *_ = node_ids()
+        name = successor_name("recorder", num_before)
+        return start(RolloutRecorder, name, build, NO_MATHS, deadline_s, place=here)
+
+    return RecorderHandle(begin)
 
 
 def start_critic(config: Config) -> CriticHandle:

@@ -379,7 +379,7 @@ class Agent:
         self._session.note(self, "assistant", turn.text)
         reply = Message(role="assistant", content=asked.begun + turn.text)
         said = (*asked.said, reply) if asked.said else ()
-        self.context = replace(asked, said=said, ids=asked.ids + turn.output_ids, begun="")
+        self.context = replace(asked, said=said, ids=(*asked.ids, *turn.output_ids), begun="")
         return begin + turn.text
 
     async def _resumed(self, text: str) -> Context:

@@ -7,13 +7,14 @@ instance tool output, are context and not trained. A turn with a rewritten conte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rlsys.batch.prefix_tree import token_order
+from rlsys.number_arrays import BoolArray, FloatArray, IntArray
 from rlsys.types import POLICY, Episode, EpisodeMeta, SampleMeta, Trajectory, TrajectoryMeta, Turn, VersionSpan
 
 if TYPE_CHECKING:
@@ -26,13 +27,16 @@ NOT_RECORDED = 0xFF
 
 @dataclass(frozen=True)
 class Sample:
-    """Unit of training: a prompt, then a completion of which the tokens sampled by the policy are trained."""
+    """Unit of training: a prompt, then a completion of which the tokens sampled by the policy are trained.
 
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    is_trained: tuple[bool, ...]
+    Numbers by token are kept as a `NumberArray`, whatever sequence they are given as.
+    """
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    is_trained: Sequence[bool]
     """One entry per completion token: True if the policy sampled it."""
-    logprobs: tuple[float, ...]
+    logprobs: Sequence[float]
     """One entry per completion token; 0.0 where not trained."""
     versions: tuple[VersionSpan, ...]
     """Spans of the trained tokens, in order, by policy version."""
@@ -42,19 +46,30 @@ class Sample:
     turns: tuple[tuple[int, int], ...] = ()
     """Index in the trajectory, and number of trained tokens, of each of its turns."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", IntArray(self.prompt_ids))
+        object.__setattr__(self, "completion_ids", IntArray(self.completion_ids))
+        object.__setattr__(self, "is_trained", BoolArray(self.is_trained))
+        object.__setattr__(self, "logprobs", FloatArray(self.logprobs))
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Completion tokens that the policy sampled."""
+        return sum(span.num_tokens for span in self.versions)
+
     @cached_property
     def run_ids(self) -> Ints:
         """Tokens that the model runs: nothing follows the last one."""
         import numpy as np
 
-        return np.array(self.prompt_ids + self.completion_ids[:-1], dtype=np.int64)
+        return np.concatenate([self.prompt_ids, self.completion_ids[:-1]], dtype=np.int64)
 
     def meta(self, order: int, num_shared: int) -> SampleMeta:
         """Metadata, given the sample's place in the order of tokens, see `token_order`."""
         return SampleMeta(
             num_prompt=len(self.prompt_ids),
             num_completion=len(self.completion_ids),
-            num_trained=sum(self.is_trained),
+            num_trained=self.num_trained,
             prompt_key=hash(self.prompt_ids),
             order=order,
             num_shared=num_shared,
@@ -74,13 +89,13 @@ class PlacedTurn:
 
 def placed(trajectory: Trajectory) -> Iterator[PlacedTurn]:
     """Yield every turn of a trajectory, in order."""
-    sample, seen = -1, ()
+    sample, seen = -1, IntArray()
     for turn in trajectory.turns:
         extends = sample >= 0 and turn.prompt_ids[: len(seen)] == seen
         num_known = len(seen) if extends else 0
         if turn.output_ids:
             sample += not extends
-            seen = turn.prompt_ids + turn.output_ids
+            seen = IntArray.joined(turn.prompt_ids, turn.output_ids)
         yield PlacedTurn(turn, sample, num_known)
 
 
@@ -106,19 +121,17 @@ def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, in
 
 def _joined(run: list[Turn], spans: tuple[tuple[int, int], ...]) -> Sample:
     first = run[0]
-    if len(run) == 1:
-        trained = (True,) * len(first.output_ids)
-        ids, routing = (first.prompt_ids, first.output_ids), _routing_of(run)
-        return Sample(*ids, trained, first.logprobs, first.versions, routing, spans)
-    ids, trained, logprobs = [], [], []
+    ids, trained, logprobs, length = [], [], [], len(first.prompt_ids)
     for turn in run:
-        observed = turn.prompt_ids[len(first.prompt_ids) + len(ids) :]
-        ids += [*observed, *turn.output_ids]
-        trained += [False] * len(observed) + [True] * len(turn.output_ids)
-        logprobs += [0.0] * len(observed) + [*turn.logprobs]
+        observed = turn.prompt_ids[length:]
+        ids += [observed, turn.output_ids]
+        trained += [bytes(len(observed)), b"\1" * len(turn.output_ids)]
+        logprobs += [(0.0,) * len(observed), turn.logprobs]
+        length += len(observed) + len(turn.output_ids)
     versions = tuple(span for turn in run for span in turn.versions)
-    routing = _routing_of(run)
-    return Sample(first.prompt_ids, tuple(ids), tuple(trained), tuple(logprobs), versions, routing, spans)
+    is_trained, routing = BoolArray.over(b"".join(trained)), _routing_of(run)
+    joined = IntArray.joined(*ids), is_trained, FloatArray.joined(*logprobs)
+    return Sample(first.prompt_ids, *joined, versions, routing, spans)
 
 
 def without_repeats(trajectory: Trajectory) -> Trajectory:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -66,14 +65,14 @@ class MicroBatch:
         if a column, or the versions of a sample, do not match its tokens.
         """
         row = PrefixRow.of([s.run_ids for s in samples], [len(s.prompt_ids) for s in samples])
-        is_trained = np.fromiter(chain.from_iterable(s.is_trained for s in samples), np.bool_)
+        is_trained = np.concatenate([s.is_trained for s in samples])
         lengths = [len(s.completion_ids) for s in samples]
-        num_trained_S = torch.tensor([sum(s.is_trained) for s in samples])
+        num_trained_S = torch.tensor([np.count_nonzero(s.is_trained) for s in samples])
         before = [places[len(s.prompt_ids) - 1 :] for s, places in zip(samples, row.places, strict=True)]
 
         def picked(rows: Sequence[Sequence[float]], dtype: type = np.float32) -> Tensor:
             _check(rows, lengths)
-            return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype)[is_trained])
+            return torch.from_numpy(np.concatenate(rows, dtype=dtype)[is_trained])
 
         def spread(values: Sequence[float]) -> Tensor:
             values_S = torch.tensor(values or [0.0] * len(samples), dtype=torch.float32)
@@ -116,7 +115,7 @@ class MicroBatch:
 class StepData:
     """Payloads of one step, from which a rank builds its planned micro-batches.
 
-    `payloads[g]` are the episodes of group g, `columns[g][signal]` its extra column: one tuple of floats (one per
+    `payloads[g]` are the episodes of group g, `columns[g][signal]` its extra column: an array of floats (one per
     completion token) per sample, in the order of `samples_in`. Groups that a rank does not need may be missing.
     """
 
@@ -169,8 +168,7 @@ class StepData:
 
     def num_trained(self, plan: MicroBatchPlan) -> int:
         """Return the number of trained tokens of a planned micro-batch."""
-        samples = (self._group(r.group)[r.episode, r.trajectory, r.sample][1] for r in plan.samples)
-        return sum(sum(sample.is_trained) for sample in samples)
+        return sum(self._group(r.group)[r.episode, r.trajectory, r.sample][1].num_trained for r in plan.samples)
 
     def mismatched(self, plan: MicroBatchPlan, partners: Sequence[int | None]) -> MicroBatch | None:
         """Return the same completions, each after the first prompt of its group's partner; for scoring only.

@@ -537,7 +537,9 @@ class RecordSection(Section):
     """Files besides metrics and events."""
 
     rollouts_every: NonNegativeInt = 1
-    """Steps between two whose rollouts are written as text; 0: never."""
+    """Steps between two whose rollouts are written; 0: never."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the groups of such a step that is written, drawn by their ids. `rlsys replay` needs all of them."""
 
 
 class RaySection(Section):

@@ -17,6 +17,7 @@ from rlsys.replay.rollout_log import RolloutRecord, TokenStats
 from rlsys.types import Episode, Json, Task, Trajectory, Turn
 
 _MOST_TEXT = 2000
+_DIGITS = 6
 _MOST_RATIO = 700.0
 """Largest log-ratio that is shown, because the exponential of more overflows a float."""
 
@@ -163,15 +164,19 @@ def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask) 
         said=reading.said,
         text=turn.text,
         pieces=reading.pieces,
-        logprobs=turn.logprobs,
+        logprobs=_rounded(turn.logprobs),
         ratios=ratios,
-        entropies=reading.entropies,
-        advantages=(reading.advantages or same) if is_trained else [None] * len(reading.pieces),
+        entropies=_rounded(reading.entropies),
+        advantages=(_rounded(reading.advantages) or same) if is_trained else [None] * len(reading.pieces),
         masks=["left_out" if left_out else mask for left_out in reading.is_masked or [False] * len(reading.pieces)],
         versions=[span.version for span in turn.versions for _ in range(span.num_tokens)],
         finish=turn.finish,
         tool_calls=calls,
     )
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, _DIGITS) for value in values]
 
 
 def _ratio(trainer_logprob: float, logprob: float) -> float:

@@ -1,9 +1,8 @@
-"""Files of rollouts: one per step, one line per group. Only the requested group is decoded."""
+"""Files of rollouts, one per step. Only the requested group is decoded."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,10 +12,9 @@ from typing import NoReturn
 from rlsys.dashboard.folders import RunFolder, as_text
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.errors import DataError
-from rlsys.replay.rollout_log import RolloutRecord, rollout_of
+from rlsys.replay.rollout_files import RolloutLines, RolloutTable, open_rollouts, step_in
+from rlsys.replay.rollout_log import RolloutRecord
 
-_NAME = re.compile(r"step_(\d+)\.jsonl")
-_HEAD = re.compile(rb'^\{"step":\d+,"group_id":(\d+),', re.MULTILINE)
 _TICK_NS = 2_000_000_000
 _KEPT = 4
 """Most decoded groups in memory, since users read several episodes of a group in a row."""
@@ -32,7 +30,7 @@ class RolloutFiles:
         self._records: OrderedDict[tuple[int, int, int], RolloutRecord] = OrderedDict()
         """Records by step, group id, and modification time of the file."""
         self._corrupt: set[tuple[int, int]] = set()
-        """Unreadable lines, by step and hash."""
+        """Unreadable groups, by step and place in its file."""
 
     @property
     def num_corrupt(self) -> int:
@@ -61,19 +59,19 @@ class RolloutFiles:
     def _listed(self, path: Path) -> Iterator[tuple[int, str]]:
         with os.scandir(path) as entries:
             for entry in entries:
-                match = _NAME.fullmatch(entry.name)
-                if match and (not entry.is_symlink() or self._folder.file("rollouts", entry.name)):
-                    yield int(match[1]), entry.name
+                step = step_in(entry.name)
+                if step is not None and (not entry.is_symlink() or self._folder.file("rollouts", entry.name)):
+                    yield step, entry.name
 
     def group_ids(self, step: int) -> list[int]:
         """Group ids in the file of a step, in order. Raises `NoSuch`."""
-        return [int(group_id) for group_id in _HEAD.findall(self._bytes(step))]
+        return [group_id for group_id in self._opened(step).group_ids if group_id is not None]
 
     def record(self, step: int, group_id: int) -> RolloutRecord:
         """Decode one group. Raises `NoSuch` if it does not exist, or cannot be read."""
         key = (step, group_id, self._written_ns(step))
         if key not in self._records:
-            self._records[key] = self._decoded(_line(self._bytes(step), step, group_id), step, group_id)
+            self._records[key] = self._decoded(step, group_id)
             while len(self._records) > _KEPT:
                 self._records.popitem(last=False)
         self._records.move_to_end(key)
@@ -82,27 +80,33 @@ class RolloutFiles:
     def records(self, step: int) -> list[RolloutRecord]:
         """Every readable group of a step. Raises `NoSuch` if the step was not written."""
         found: list[RolloutRecord] = []
-        for line in self._bytes(step).splitlines():
+        file = self._opened(step)
+        for place in range(len(file.group_ids)):
             try:
-                found.append(rollout_of(line))
+                found.append(file.record(place))
             except DataError:  # cut off or damaged: skip it
-                self._corrupt.add((step, hash(line)))
+                self._corrupt.add((step, place))
         return found
 
-    def _decoded(self, line: bytes | None, step: int, group_id: int) -> RolloutRecord:
-        if line is None:
+    def _decoded(self, step: int, group_id: int) -> RolloutRecord:
+        file = self._opened(step)
+        if group_id not in file.group_ids:
             raise NoSuch(f"step {step} has no group {group_id}; `/api/groups` lists those that it has")
+        place = file.group_ids.index(group_id)
         try:
-            return rollout_of(line)
+            return file.record(place)
         except DataError as error:
-            self._corrupt.add((step, hash(line)))
+            self._corrupt.add((step, place))
             raise NoSuch(f"group {group_id} of step {step} cannot be read: {error}") from error
 
-    def _bytes(self, step: int) -> bytes:
+    def _opened(self, step: int) -> RolloutLines | RolloutTable:
         try:
-            return self._path(step).read_bytes()
+            return open_rollouts(self._path(step))
         except OSError:  # deleted just now, or not readable
             self._missing(step)
+        except DataError as error:
+            self._corrupt.add((step, 0))
+            raise NoSuch(f"the rollouts of step {step} cannot be read: {error}") from error
 
     def _written_ns(self, step: int) -> int:
         try:
@@ -123,13 +127,3 @@ class RolloutFiles:
         steps = self.steps()
         written = f"those of {len(steps)} steps from {steps[0]} to {steps[-1]} were" if steps else "none were"
         raise NoSuch(f"the rollouts of step {step} cannot be read, {written} written; see record.rollouts_every")
-
-
-def _line(data: bytes, step: int, group_id: int) -> bytes | None:
-    """Find the line of a group by its beginning."""
-    head = b'{"step":%d,"group_id":%d,' % (step, group_id)
-    at = 0 if data.startswith(head) else data.find(b"\n" + head) + 1
-    if not at and not data.startswith(head):
-        return None
-    end = data.find(b"\n", at)
-    return data[at : end if end >= 0 else len(data)]

@@ -40,8 +40,8 @@ class ShownSample:
     @classmethod
     def of(cls, heading: str, sample: Sample, policy: Policy) -> ShownSample:
         """Spell a sample."""
-        ids = sample.prompt_ids + sample.completion_ids
-        trained = (False,) * len(sample.prompt_ids) + sample.is_trained
+        ids = (*sample.prompt_ids, *sample.completion_ids)
+        trained = (*((False,) * len(sample.prompt_ids)), *sample.is_trained)
         runs = groupby(zip(ids, trained, strict=True), key=itemgetter(1))
         return cls(heading, tuple((key, policy.spell([token for token, _ in run])) for key, run in runs))
 

@@ -22,6 +22,7 @@ from rlsys.loop.learner import BatchShape
 from rlsys.loop.population import Meetings
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
+from rlsys.loop.rollout_records import RolloutRecords
 from rlsys.loop.task_ledger import Curriculum, Ledger
 from rlsys.monitoring.events import Events
 from rlsys.types import Task
@@ -66,7 +67,14 @@ def build_driver(
         no_progress_s=config.limits.no_progress_s,
         run_dir=config.run_dir,
         config=config.to_yaml,
-        rollouts_every=config.record.rollouts_every,
+        records=RolloutRecords(
+            workers.actor,
+            events,
+            config.run_dir / "rollouts",
+            config.record.rollouts_every,
+            config.record.share,
+            config.run.seed,
+        ),
         evaluation=_evaluation_of(config, workers, weights, eval_sets or {}, events, best),
         copies=CheckpointCopies(checkpoints, remote, events) if remote else None,
         repacker=_repacker_of(config, workers.rollouts, events),

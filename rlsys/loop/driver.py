@@ -61,6 +61,7 @@ from rlsys.loop.population import Meetings, Switch
 from rlsys.loop.remote_checkpoints import CheckpointCopies
 from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_watcher import ReplicaWatcher
+from rlsys.loop.rollout_records import RolloutRecords
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.events import (
@@ -69,9 +70,7 @@ from rlsys.monitoring.events import (
     DataChanged,
     EpisodeGrafted,
     Events,
-    FileSkipped,
     RolledBack,
-    RolloutsWritten,
     StepDone,
     WorkerFailed,
     WorkerRestarted,
@@ -111,8 +110,7 @@ class Driver:
     run_dir: Path
     config: Callable[[], str]
     """Returns the run's configuration as YAML; it is saved with a failed step."""
-    rollouts_every: int
-    """Steps between two that write their groups to `run_dir/rollouts`; 0 writes none."""
+    records: RolloutRecords
     evaluation: EvaluationLane | None = None
     """None in a run without evaluation."""
     copies: CheckpointCopies | None = None
@@ -208,6 +206,7 @@ class Driver:
             if self._saving is not None:
                 await asyncio.wait([self._saving], timeout=SAVE_S)
                 self._saving.cancel()
+            await self.records.end(SAVE_S)
             if self.copies:
                 await self.copies.end(SAVE_S)
             self.weights.give_up()
@@ -621,19 +620,10 @@ class Driver:
         return result
 
     async def _record(self, step: int, tasks: Sequence[Task], result: StepResult) -> None:
-        if self.rollouts_every and step % self.rollouts_every == 0:
-            path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-            try:
-                async with self._until_stopped(STOP_S) as wait:
-                    with self._clock.span("record"):
-                        await self.workers.actor.record(path, step, tasks, result.groups, result.assigned)
-            except PayloadLost as error:  # the groups are trained: only this file is missing
-                self.events.emit(WorkerFailed("actor-0", f"writing {path.name}", str(error)))
-            except (OSError, CheckpointError) as error:
-                self.events.emit(FileSkipped(str(path), str(error)))
-            else:
-                if not wait.expired():
-                    self.events.emit(RolloutsWritten(step, str(path)))
+        if self.records.is_due(step):
+            async with self._until_stopped(STOP_S):
+                with self._clock.span("record"):
+                    await self.records.begin(step, tasks, result)
 
     async def _maybe_save(self, step: int) -> None:
         is_last = step >= self.end or self._stopping

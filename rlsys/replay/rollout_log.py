@@ -1,11 +1,11 @@
-"""Episodes and groups as JSON, one group a line: rollouts for people to read, finished groups for checkpoints.
+"""Recorded episodes and groups, and their form as JSON, one group a line: finished groups for checkpoints.
 
 `orjson` writes the dataclasses themselves, so a record has every field under its name; reading follows the types of the
 fields. The round trip is exact for finite floats. A logprob that is not finite comes back as NaN, because JSON has no
 NaN and `orjson` writes null, so that a step which failed on it fails again.
 
-Rollouts have two readers: people, who need texts and numbers by token (`readings`), and `rlsys replay`, which trains
-them again (`assigned`, `columns`).
+Rollouts, which `rlsys.replay.rollout_files` writes, have two readers: people, who need texts and numbers by token
+(`readings`), and `rlsys replay`, which trains them again (`assigned`, `columns`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import orjson
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
+from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
 from rlsys.types import POLICY, Episode, EpisodeMeta, Group, PolicyVersion, Task
 
 Record = TypeVar("Record")
@@ -32,31 +33,31 @@ Record = TypeVar("Record")
 Fields: TypeAlias = Mapping[str, Any]
 """Parsed JSON object with the fields of one dataclass."""
 
-Rows: TypeAlias = tuple[tuple[float, ...], ...]
+Rows: TypeAlias = Sequence[Sequence[float]]
 """Column of a group: one row per sample in the order of `samples_in`, with one float per completion token."""
 
-ROLLOUT_FORMAT = 2
-"""Format of a line of rollouts. Lines of format 1 have no format number, no columns, no readings, and one advantage per
-trajectory."""
+ROLLOUT_FORMAT = 3
+"""Format of rollouts. Up to format 2 they were lines of JSON. Lines of format 1 have no format number, no columns, no
+readings, and one advantage per trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
     """Statistics of one turn. A list has one entry per output token, or is empty. An untrained turn has only `said` and
-    `pieces`: its trajectory failed, has no advantage, or belongs to another policy. Numbers are rounded to `DIGITS`."""
+    `pieces`: its trajectory failed, has no advantage, or belongs to another policy."""
 
     said: str = ""
     """New part of the prompt, decoded, with special tokens. It is the whole prompt in the first turn, and after the
     context was rewritten."""
     pieces: tuple[str, ...] = ()
     """Text of each output token, with special tokens; bytes of an incomplete character are U+FFFD."""
-    trainer_logprobs: tuple[float, ...] = ()
+    trainer_logprobs: Sequence[float] = ()
     """Logprobs under the trainer's weights at the start of the step, at the sampling temperature, in nats."""
-    entropies: tuple[float, ...] = ()
+    entropies: Sequence[float] = ()
     """Entropy of the trainer's distribution for the token, at the time the token was trained, in nats."""
-    advantages: tuple[float, ...] = ()
+    advantages: Sequence[float] = ()
     """Advantages used by the loss; empty where each is that of the trajectory, neither shaped nor whitened."""
-    is_masked: tuple[bool, ...] = ()
+    is_masked: Sequence[bool] = ()
     """True for a token with an advantage but no gradient, because it was clipped or masked by a correction. Empty if
     there are none."""
 
@@ -64,8 +65,8 @@ class TokenStats:
 EpisodeReading: TypeAlias = tuple[tuple[TokenStats, ...], ...]
 """Token statistics by trajectory and turn."""
 
-DIGITS = 6
-"""Digits after the decimal point. Readings are for people and are not trained, so rounding is safe."""
+_ARRAYS: Mapping[type, Callable[[Iterable[Any]], NumberArray]] = {int: IntArray, float: FloatArray, bool: BoolArray}
+_LINES = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,29 +144,25 @@ class GroupRecord:
     episodes: tuple[Episode, ...]
 
 
-def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
-    """Write the records of one step. The file is written atomically, like every file of this module."""
-    _write(path, records)
-
-
-def read_rollouts(path: Path) -> list[RolloutRecord]:
-    """Read a file of `write_rollouts`. Raises `DataError` with the line that is not a record."""
-    return _read(path, _rollout)
-
-
-def rollout_of(line: bytes) -> RolloutRecord:
-    """Decode one line of a file of rollouts. Raises `DataError` if it is not a record."""
-    return _decoded(line, _rollout, "a line of rollouts")
+def rollout_of(line: bytes, where: str) -> RolloutRecord:
+    """Decode a group of a file of rollouts up to format 2. Raises `DataError`, with `where`, if it is no record."""
+    return _decoded(line, _rollout, where)
 
 
 def write_groups(path: Path, records: Iterable[GroupRecord]) -> None:
-    """Write finished groups for `read_groups`."""
-    _write(path, (replace(r, group=replace(r.group, payload=None, columns={})) for r in records))
+    """Write finished groups for `read_groups`. The file appears whole. Bytes are written in base64, and each number of
+    an array with as many digits as its type needs."""
+    bare = (replace(r, group=replace(r.group, payload=None, columns={})) for r in records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(b"".join(orjson.dumps(r, default=as_plain, option=_LINES) for r in bare))
+    partial.replace(path)
 
 
 def read_groups(path: Path) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
-    return _read(path, decoder_of(GroupRecord))
+    decode, lines = decoder_of(GroupRecord), path.read_bytes().splitlines()
+    return [_decoded(line, decode, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
 def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
@@ -174,27 +171,18 @@ def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
     return replace(episode, trajectories=scored)
 
 
-def _write(path: Path, records: Iterable[object]) -> None:
-    """Write JSON lines. Numbers of numpy and torch, from algorithms and workflows, are written as floats, bytes in
-    base64."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(b"".join(orjson.dumps(r, default=_plain, option=orjson.OPT_APPEND_NEWLINE) for r in records))
-    partial.replace(path)
-
-
-def _plain(value: Any) -> str | float:  # noqa: ANN401
+def as_plain(value: Any) -> Any:  # noqa: ANN401
+    """Convert a value that `orjson` does not encode: a number of numpy or torch, from algorithms and workflows, bytes,
+    or an array."""
+    if isinstance(value, NumberArray):
+        return value.__array__()
     return b64encode(value).decode() if isinstance(value, bytes) else float(value)
-
-
-def _read(path: Path, decode: Callable[[Fields], Record]) -> list[Record]:
-    return [_decoded(line, decode, f"{path}:{number}") for number, line in enumerate(path.read_bytes().splitlines(), 1)]
 
 
 def _decoded(line: bytes, decode: Callable[[Fields], Record], where: str) -> Record:
     try:
         return decode(orjson.loads(line))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{where}: not a record of this version of rlsys: {error!r}") from error
 
 
@@ -230,6 +218,12 @@ def decoder_of(hint: object) -> Callable[[Any], Any]:
         each = decoder_of(arguments[0])
         kinds = _kinds_of(arguments[0])
         return (lambda items: tuple(_checked(items, kinds))) if kinds else lambda items: tuple(map(each, items))
+    if origin is Sequence and arguments[0] in _ARRAYS:
+        kind = _ARRAYS[arguments[0]]
+        return lambda items: kind(nan if item is None else item for item in items)
+    if origin is Sequence:
+        each = decoder_of(arguments[0])
+        return lambda items: tuple(map(each, items))
     if origin is Mapping:
         each = decoder_of(arguments[1])
         return lambda items: {name: each(value) for name, value in items.items()}

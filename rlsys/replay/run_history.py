@@ -14,13 +14,17 @@ from typing import Any
 import orjson
 
 from rlsys.errors import DataError
-from rlsys.loop.checkpoint import STEP, newest_first, problem_of, step_of
+from rlsys.loop.checkpoint import newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
-from rlsys.replay.rollout_log import ROLLOUT_FORMAT, RolloutRecord, decoder_of, read_rollouts
+from rlsys.replay.rollout_files import read_rollouts, rollout_path
+from rlsys.replay.rollout_log import RolloutRecord, decoder_of
 from rlsys.types import PolicyVersion
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone, RolledBack))
 """Beginnings of the relevant lines; a run has many other events."""
+
+WHOLE_FORMAT = 2
+"""First format of rollouts that holds all that a step trained."""
 
 
 @dataclass(slots=True)
@@ -99,21 +103,21 @@ class RecordedSteps:
         """Trained rollouts of a step, in order. Raises `DataError` for a file that does not match the recorded step."""
         path, group_ids = self._path(step), self.history.ends[step].group_ids
         records = read_rollouts(path)
-        if any(record.record_v != ROLLOUT_FORMAT for record in records):
+        if any(record.record_v < WHOLE_FORMAT for record in records):
             raise DataError(
-                f"{path} was written by another version of rlsys, and does not hold all that the step trained; only "
-                "steps of runs of this version can be trained again"
+                f"{path} was written by an early version of rlsys, and does not hold all that the step trained: its "
+                "columns are missing"
             )
         found = tuple(record.group_id for record in records)
         if not records or any(record.step != step for record in records) or (group_ids and group_ids != found):
             raise DataError(
                 f"{path} contains groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "
-                "is of another session of the run, or was changed"
+                "is of another session of the run, was changed, or has only a part of them (record.share)"
             )
         return records
 
     def _path(self, step: int) -> Path:
-        return self.run / "rollouts" / f"{STEP.format(step)}.jsonl"
+        return rollout_path(self.run, step)
 
 
 def read_history(run: Path) -> RunHistory:

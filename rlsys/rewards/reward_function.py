@@ -154,7 +154,7 @@ class RewardInput:
     """Input of reward functions: the last turn of an agent, by default of the root."""
 
     text: str
-    ids: tuple[int, ...] = ()
+    ids: Sequence[int] = ()
     """Tokens of the text; empty if no function requests them."""
     version: PolicyVersion = 0
     """Of the newest token."""

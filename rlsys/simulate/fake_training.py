@@ -14,7 +14,8 @@ from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Published, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
-from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.replay.rollout_files import write_rollouts
+from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.simulate.fake_pools import now
 from rlsys.types import Episode, Group, PolicyVersion, Ref, Task
 
@@ -189,11 +190,21 @@ class FakeActor(_FakeModel):
         return max(0, self.world.synchronous_steps - self.num_seen)
 
     async def record(
-        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
-    ) -> None:
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Assigned,
+        places: Sequence[int],
+    ) -> Awaitable[None]:
         self._begin("record")
-        rows = zip(tasks, groups, assigned, strict=True)
-        write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
+        rows = [(tasks[i], groups[i], assigned[i]) for i in places]
+
+        async def write() -> None:
+            write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
+
+        return write()
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         self._begin("save_groups")

@@ -19,7 +19,8 @@ import orjson
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted
-from rlsys.replay.rollout_log import decoder_of, read_rollouts
+from rlsys.replay.rollout_files import read_rollouts, rollout_paths
+from rlsys.replay.rollout_log import decoder_of
 from rlsys.types import Episode
 
 KINDS = {event.kind: event for event in (GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted)}
@@ -108,7 +109,7 @@ def measured_profile(run: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"{run} is no run directory: it has no config.resolved.yaml")
     turns = Turns()
-    for file in sorted((run / "rollouts").glob("*.jsonl"))[-FILES:]:
+    for file in rollout_paths(run)[-FILES:]:
         for record in read_rollouts(file):
             for episode in record.episodes:
                 turns.add(episode)

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
 import pytest
 
 from rlsys.monitoring.events import RunEnded, StepDone, WorkerFailed
 from tests.browser.conftest import shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import History, Shape
+from tests.rollouts import lines_of, write_lines
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 
@@ -85,12 +85,12 @@ def test_groups_without_written_episodes_are_listed_with_the_reason(visit: Visit
 def test_per_token_advantages_are_not_shown_as_one_number(visit: Visit, folder: Path) -> None:
     history = written(folder / "ppo", Shape(steps=1, groups=1, size=2))
     history.end("finished")
-    path = history.folder / "rollouts" / "step_000001.jsonl"
-    line = orjson.loads(path.read_bytes())
+    path = history.folder / "rollouts" / "step_000001.parquet"
+    (line,) = lines_of(path)
     for episode in line["readings"]:
         for reading in (turn for turns in episode for turn in turns):
             reading["advantages"] = [0.25] * len(reading["pieces"])
-    path.write_bytes(orjson.dumps(line) + b"\n")
+    write_lines(path, [line])
 
     cards = visit("group", "ppo", step=1, group_id=0).locator("[data-testid=episode]").all_inner_texts()
     assert all("one per token" in card for card in cards)

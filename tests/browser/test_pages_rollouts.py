@@ -13,6 +13,7 @@ from tests.browser.conftest import NARROW, Complaints, Visit, shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import History, Shape
 from tests.longepisode import NUM_SUBAGENTS, NUM_TOKENS, SERIAL, STEP, long_run
+from tests.rollouts import lines_of, write_lines
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -189,9 +190,9 @@ def test_an_episode_without_recorded_tokens_still_shows_its_text(visit: Visit, f
     history.start()
     history.step()
     history.end("finished")
-    path = folder / "wordless" / "rollouts" / "step_000001.jsonl"
-    line = orjson.loads(path.read_bytes())
-    path.write_bytes(orjson.dumps({**line, "readings": []}) + b"\n")
+    path = folder / "wordless" / "rollouts" / "step_000001.parquet"
+    (line,) = lines_of(path)
+    write_lines(path, [{**line, "readings": []}])
     page = visit("episode", "wordless", step=1, group_id=0, episode=0)
     assert "was not recorded" in see(page, "not-recorded").inner_text()
     assert "I will ask." in see(page, "tokens").first.inner_text()

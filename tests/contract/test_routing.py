@@ -329,7 +329,7 @@ def with_records(payload: tuple[Episode, ...]) -> tuple[Episode, ...]:
 
 
 def _with_records(turn: Turn) -> Turn:
-    ids = turn.prompt_ids + turn.output_ids
+    ids = (*turn.prompt_ids, *turn.output_ids)
     if not turn.output_ids or ids[0] % 3 == 0:  # the first token: samples that share any agree
         return turn
     rows = [_experts_after(ids[: place + 1]) for place in range(len(ids) - 1)]

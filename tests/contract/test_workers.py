@@ -16,7 +16,7 @@ from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import plan_batch
 from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
-from rlsys.replay.rollout_log import read_rollouts
+from rlsys.replay.rollout_files import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, Task, Turn
 from tests.groups import num_ok
@@ -155,8 +155,8 @@ async def scored(kit: Kit, group: Group) -> Group:
 
 async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
     """What was said in a group, as its record shows."""
-    path = folder / f"{group.replica}-{group.group_id}.jsonl"
-    await kit.workers.actor.record(path, 1, [TASK], [group], [()])
+    path = folder / f"{group.replica}-{group.group_id}.parquet"
+    await (await kit.workers.actor.record(path, 1, [TASK], [group], [()], [0]))
     (record,) = read_rollouts(path)
     return [replace(t, versions=()) for e in record.episodes for j in e.trajectories for t in j.turns]
 

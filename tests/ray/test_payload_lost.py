@@ -25,8 +25,9 @@ from workers.ray.remote_proxy import CallStream, Remote, answer_in_chunks, start
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.train.ranks import ActorRank
 from workers.train.reference_worker import ReferenceWorker
+from workers.train.rollout_recorder import RolloutRecorder
 from workers.train.token_columns import TokenColumns
-from workers.train.train_handles import ActorHandle, ReferenceHandle
+from workers.train.train_handles import ActorHandle, RecorderHandle, ReferenceHandle
 
 Payload = tuple[Episode, ...]
 BIG = "x" * 200_000
@@ -87,7 +88,7 @@ async def made(writer: Remote[Writer], group_ids: list[int]) -> list[Group]:
     return [replace(group(group_id), payload=ref) for group_id, ref in zip(group_ids, refs, strict=True)]
 
 
-def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Cluster, tmp_path: Path):
+def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Cluster, model_path: Path, tmp_path: Path):
     here = node_ids()[0]
     doomed = three_nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
     (there,) = [node for node in node_ids() if node == doomed.node_id]
@@ -95,7 +96,11 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
     actor = ActorHandle(lambda _: [start(Rank, f"actor-{r}", Rank, NO_MATHS, 60.0, place=here) for r in range(2)], 60.0)
     build = partial(Judge, (), 1, 60.0)
     rewards = RewardPool(PoolSpec(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 6.0, 1))
+    write = partial(RolloutRecorder, str(model_path))
+    actor.recorder = RecorderHandle(lambda _: start(RolloutRecorder, "recorder", write, NO_MATHS, 60.0, place=here))
     reference = ReferenceHandle(lambda _: start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here), 60.0)
+
+    task = Task(id="t", prompt="1")
 
     def planned(groups: list[Group]) -> BatchPlan:
         assigned = [tuple(TrajectoryAdvantage(episode, 0, 1.0) for episode in range(2)) for _ in groups]
@@ -105,18 +110,21 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
         await actor.fetch(groups, planned(groups))
         return await actor.train_step(planned(groups), {})
 
+    async def recorded(groups: list[Group]) -> None:
+        path = tmp_path / "rollouts" / "step_000001.parquet"
+        await (await actor.record(path, 1, [task] * len(groups), groups, [()] * len(groups), range(len(groups))))
+
     async def scenario() -> None:
         await asyncio.gather(rewards.ready(), reference.ready(), actor.ready())
         kept, gone = await made(writers[0], [1, 2]), await made(writers[1], [3, 4])
         groups = [*kept, *gone]
         three_nodes.remove_node(doomed, allow_graceful=False)
-        task = Task(id="t", prompt="1")
         for attempt in (
             lambda: trained(groups),
             lambda: reference.annotate(groups, Signal.REFERENCE_LOGPROBS),
             lambda: reference.annotate_step(groups, planned(groups), Signal.REFERENCE_MISMATCHED),
             lambda: actor.save_groups(tmp_path / "groups.jsonl", groups),
-            lambda: actor.record(tmp_path / "rollouts.jsonl", 1, [task] * 4, groups, [()] * 4),
+            lambda: recorded(groups),
         ):
             with pytest.raises(PayloadLost) as raised:
                 await attempt()

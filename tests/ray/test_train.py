@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import ConfigError, ModelError, RunAborted
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.replay.rollout_log import read_rollouts
+from rlsys.replay.rollout_files import read_rollouts
 from tests.hub_server import TOKEN, serving_hub
 from tests.jobs import config_of
 from tests.ray.judges import UNPICKLED_BY
@@ -59,7 +59,7 @@ def test_a_run_leaves_everything_a_person_needs_in_its_folder(whole_run):
     kinds = [row["kind"] for row in rows_of(whole_run, "events.jsonl")]
     assert kinds[-1] == "run_ended"
     assert kinds.count("checkpoint_saved") == 4
-    records = read_rollouts(whole_run / "rollouts" / "step_000001.jsonl")
+    records = read_rollouts(whole_run / "rollouts" / "step_000001.parquet")
     assert len(records) == 4
     assert all(len(r.episodes) == 4 for r in records)
     assert (whole_run / "logs" / "ray").is_dir()
@@ -84,7 +84,7 @@ def test_an_interrupted_and_resumed_run_has_bit_identical_weights(step, whole_ru
     train(config, progress=False)
     assert are_equal(weights_of(config.run_dir), weights_of(whole_run))
     for later in range(step + 1, 5):
-        name = f"rollouts/step_{later:06d}.jsonl"
+        name = f"rollouts/step_{later:06d}.parquet"
         assert said(config.run_dir / name) == said(whole_run / name)
 
 

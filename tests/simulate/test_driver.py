@@ -455,10 +455,10 @@ def test_rollouts_that_cannot_be_written_end_nothing(tmp_path: Path):
     (tmp_path / "rollouts").write_text("a file where a folder should be")
     recorder = EventRecorder()
     driver = driver_on(FakeWorld(), tmp_path, recorder=recorder)
-    driver.rollouts_every = 2
+    driver.records.every = 2
     assert run_virtual(driver.run(0)) == 6
     assert [Path(event.path).name for event in recorder.of(FileSkipped)] == [
-        "step_000002.jsonl",
-        "step_000004.jsonl",
-        "step_000006.jsonl",
+        "step_000002.parquet",
+        "step_000004.parquet",
+        "step_000006.parquet",
     ]

@@ -50,10 +50,16 @@ class StuckActor(FakeActor):
         return await super().save(folder)
 
     async def record(
-        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
-    ) -> None:
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Assigned,
+        places: Sequence[int],
+    ) -> Awaitable[None]:
         await self._maybe_wait("record")
-        await super().record(path, step, tasks, groups, assigned)
+        return await super().record(path, step, tasks, groups, assigned, places)
 
 
 @dataclass
@@ -109,7 +115,7 @@ def saved_step(folder: Path) -> int | None:
 def test_a_stopped_run_saves_from_every_wait(tmp_path: Path, world: StuckWorld, step: int, within_s: float):
     recorder = EventRecorder()
     driver = driver_on(world, tmp_path, checkpoint_every=3, recorder=recorder)
-    driver.rollouts_every = 1
+    driver.records.every = 1
     assert seconds_to_end(driver) <= within_s
     assert saved_step(tmp_path) == step
     assert [done.step for done in recorder.of(StepDone)] == list(range(1, step + 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -33,7 +33,7 @@ from rlsys.monitoring.events import (
     WorkerBusy,
 )
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.replay.rollout_log import read_rollouts
+from rlsys.replay.rollout_files import read_rollouts
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeRollouts, FakeWorld, Fault, run_virtual
 from rlsys.types import EngineStats, Group, Ref, ReplicaLoad
 from rlsys.weight_sync.sync import WeightSync
@@ -132,9 +132,9 @@ class SlowCritic(FakeCritic):
 
 
 class SlowRecorder(FakeActor):
-    async def record(self, *args: Any, **named: Any) -> None:
+    async def record(self, *args: Any, **named: Any) -> Awaitable[None]:
         await asyncio.sleep(3.0)
-        await super().record(*args, **named)
+        return await super().record(*args, **named)
 
 
 def test_preparing_columns_is_reported_as_work_of_their_annotator(tmp_path):
@@ -147,7 +147,7 @@ def test_preparing_columns_is_reported_as_work_of_their_annotator(tmp_path):
 def test_recording_rollouts_is_reported_and_counted_in_its_step(tmp_path):
     world = FakeWorld()
     driver = driver_on(world, tmp_path, steps=3, workers=replace(world.workers(), actor=SlowRecorder(world)))
-    driver.rollouts_every = 1
+    driver.records.every = 1
     told = told_by(driver)
     spans = [e for e in told.of(WorkerBusy) if e.activity == "recording"]
     assert [(e.worker, e.end_s - e.start_s) for e in spans] == [("actor", pytest.approx(3.0))] * 3
@@ -174,7 +174,7 @@ def test_pulling_weights_is_reported_once_per_version_and_replica(tmp_path):
 
 def test_a_step_whose_rollouts_are_written_says_where(tmp_path):
     driver = driver_on(FakeWorld(), tmp_path, steps=STEPS)
-    driver.rollouts_every = 2
+    driver.records.every = 2
     told = told_by(driver)
     written = told.of(RolloutsWritten)
     assert [e.step for e in written] == [2, 4]

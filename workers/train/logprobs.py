@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, packed
+from rlsys.number_arrays import FloatArray
 from rlsys.types import Distribution
 from workers.train.context import ContextGroup
 from workers.train.output_layer import OutputLayer
@@ -82,22 +84,20 @@ def token_logprobs(
 
 def score(
     model: PreTrainedModel, samples: Sequence[Sample], distribution: Distribution, *, max_tokens: int
-) -> list[tuple[float, ...]]:
-    """Per sample, one logprob per completion token, 0.0 where not trained. Without gradient.
+) -> list[FloatArray]:
+    """Per sample, one logprob per completion token in fp32, 0.0 where not trained. Without gradient.
 
     At most `max_tokens` tokens, or one sample, go through the model together.
     """
     device = next(model.parameters()).device
-    rows: list[tuple[float, ...]] = [()] * len(samples)
+    rows = [np.zeros(len(sample.completion_ids), np.float32) for sample in samples]
     for indices, micro_batch in packed(samples, max_tokens):
         with torch.inference_mode():
             logprobs_N, _ = trained_logprobs(model, micro_batch.to(device), distribution)
         lengths = micro_batch.num_trained_S.tolist()
         for index, own_N in zip(indices, logprobs_N.cpu().split(lengths), strict=True):
-            is_trained = torch.tensor(samples[index].is_trained)
-            row = torch.zeros(is_trained.shape).masked_scatter_(is_trained, own_N)
-            rows[index] = tuple(row.tolist())
-    return rows
+            rows[index][np.asarray(samples[index].is_trained)] = own_N.numpy()
+    return [FloatArray.over(row) for row in rows]
 
 
 def hidden_states(model: PreTrainedModel, mb: MicroBatch, context: ContextGroup | None = None) -> Tensor:

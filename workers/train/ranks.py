@@ -7,26 +7,24 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import MemorySavings
 from rlsys.contracts import Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
-from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups, write_rollouts
+from rlsys.replay.rollout_log import GroupRecord, read_groups, write_groups
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
-from rlsys.types import Distribution, Episode, Group, PolicyVersion, Task
+from rlsys.types import Distribution, Episode, Group, PolicyVersion
 from rlsys.util.deadlines import remote
 from rlsys.util.files import flush
 from rlsys.weight_sync.manifest import Rectangle
 from workers.ray.cluster import Resources
 from workers.ray.remote_proxy import Parcel
-from workers.text.tokenizer import TextTokenizer
 from workers.transport.publisher import WeightPublisher
 from workers.transport.route import Route
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from workers.train.optimizer import OptimizerSettings
     from workers.train.sharded import Sharded
     from workers.train.state_files import Writing
-    from workers.train.token_columns import Speller, TokenColumns
+    from workers.train.token_columns import TokenColumns
 
 
 Payload: TypeAlias = tuple[Episode, ...]
@@ -201,12 +199,6 @@ class ActorRank(Rank):
         if spec.stabilizer:
             self._stabilizer = spec.stabilizer.start(self._policy.shards())
 
-    @cached_property
-    def _speller(self) -> Speller:
-        from workers.train.token_columns import Speller
-
-        return Speller(TextTokenizer.load(self._spec.model_path).spell)
-
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
         spec = self._spec
         return self._policy.train_step(
@@ -264,36 +256,6 @@ class ActorRank(Rank):
         """A receipt, and the per-token results of this rank's last step."""
         columns = self._policy.columns()
         return len(columns), columns
-
-    @remote("writing {path.name}")
-    def record(
-        self,
-        path: Path,
-        step: int,
-        trained: Sequence[tuple[Task, Group, Sequence[TrajectoryAdvantage]]],
-        signals: Sequence[str],
-        parcel: Parcel,
-        *columns: list[TokenColumns],
-    ) -> None:
-        """Write the groups of the last step. `parcel` has their payloads, then their columns of each of `signals`;
-        `columns` are the per-token results of all ranks.
-
-        Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
-        """
-        from workers.train.token_columns import Reader
-
-        opened, size = parcel.open(), len(trained)
-        reader = Reader(chain(*columns), self._speller)
-        payloads, *rows = [opened[i : i + size] for i in range(0, len(opened), size)]
-
-        def records() -> Iterator[RolloutRecord]:
-            for i, (task, group, assigned) in enumerate(trained):
-                record = RolloutRecord.of(step, task, group, payloads[i], assigned)
-                own = {signal: tuple(map(tuple, row[i])) for signal, row in zip(signals, rows, strict=True)}
-                yield replace(record, columns=own, readings=reader.read(i, record))
-
-        with _disk(path):
-            write_rollouts(path, records())
 
     @remote("writing {path.name}")
     def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:

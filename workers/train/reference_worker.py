@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.samples import samples_in
+from rlsys.number_arrays import FloatArray
 from rlsys.types import POLICY, Distribution, Episode
 from rlsys.util.deadlines import remote
 from workers.ray.remote_proxy import Parcel
@@ -53,7 +54,7 @@ class ReferenceWorker:
         data = parcel.open()
         return len(plans), *(self.mismatched(plan, data) for plan in plans)
 
-    def logprobs(self, payload: tuple[Episode, ...]) -> list[tuple[float, ...]]:
+    def logprobs(self, payload: tuple[Episode, ...]) -> list[FloatArray]:
         """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
         from workers.train.logprobs import score
 
@@ -61,7 +62,9 @@ class ReferenceWorker:
         own = [sample for (e, t, _), sample in samples if payload[e].trajectories[t].policy == self._policy]
         rows = iter(score(self._model, own, self._distribution, max_tokens=self._max_tokens))
         return [
-            next(rows) if payload[e].trajectories[t].policy == self._policy else (0.0,) * len(sample.completion_ids)
+            next(rows)
+            if payload[e].trajectories[t].policy == self._policy
+            else FloatArray((0.0,) * len(sample.completion_ids))
             for (e, t, _), sample in samples
         ]
 

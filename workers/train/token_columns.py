@@ -18,7 +18,8 @@ from torch import Tensor
 from rlsys.algorithm import LossInputs
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import placed
-from rlsys.replay.rollout_log import DIGITS, EpisodeReading, RolloutRecord, TokenStats
+from rlsys.number_arrays import BoolArray, FloatArray
+from rlsys.replay.rollout_log import EpisodeReading, RolloutRecord, TokenStats
 from rlsys.types import Trajectory
 
 if TYPE_CHECKING:
@@ -59,14 +60,14 @@ class TokenColumns:
         )
 
     def stats(self, start: int, end: int, shown: float | None) -> TokenStats:
-        """Rounded results for the tokens of one turn, without texts; `shown` is the advantage shown elsewhere."""
+        """Results for the tokens of one turn, without texts; `shown` is the advantage shown elsewhere."""
         is_masked_N = self.is_masked_N[start:end]
         is_special = shown is None or (self.advantages_N[start:end] != np.float32(shown)).any()
         return TokenStats(
-            trainer_logprobs=_rounded(self.trainer_logprobs_N[start:end]),
-            entropies=_rounded(self.entropies_N[start:end]),
-            advantages=_rounded(self.advantages_N[start:end]) if is_special else (),
-            is_masked=tuple(is_masked_N.tolist()) if is_masked_N.any() else (),
+            trainer_logprobs=FloatArray.over(self.trainer_logprobs_N[start:end]),
+            entropies=FloatArray.over(self.entropies_N[start:end]),
+            advantages=FloatArray.over(self.advantages_N[start:end]) if is_special else (),
+            is_masked=BoolArray.over(is_masked_N) if is_masked_N.any() else (),
         )
 
 
@@ -118,7 +119,3 @@ class Reader:
                 num_before[one.sample] += len(turn.output_ids)
             said = self._speller.said(turn.prompt_ids[one.num_known :])
             yield replace(made, said=said, pieces=tuple(map(self._speller.piece, turn.output_ids)))
-
-
-def _rounded(values_N: Floats) -> tuple[float, ...]:
-    return tuple(values_N.astype(np.float64).round(DIGITS).tolist())

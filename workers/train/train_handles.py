@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, TrainStats
-from rlsys.errors import PayloadLost, WorkerError
+from rlsys.errors import DeadlineExceeded, PayloadLost, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref, Task
 from rlsys.util.deadlines import unless
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
 from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.reference_worker import ReferenceWorker
+from workers.train.rollout_recorder import RolloutRecorder, TrainedGroup
 
 if TYPE_CHECKING:
     from rlsys.config import Config
@@ -75,6 +76,34 @@ class ReferenceHandle:
         """See `Remote.split`; raises as soon as the process is dead or silent."""
         worker = self._worker
         return await unless(worker.split(method, num_kept, *args), worker.watch_process(self._silence_s))
+
+
+class RecorderHandle:
+    """The rollout recorder of a policy, which the first file starts. One that fails is replaced at the next file."""
+
+    def __init__(self, start: Callable[[int], Remote[RolloutRecorder]]) -> None:
+        """`start(n)` gives a process to the successor of `n` others."""
+        self._start, self._num_before = start, 0
+        self._worker: Remote[RolloutRecorder] | None = None
+        self._writing = asyncio.Lock()
+
+    async def write(self, *args: Any) -> None:  # noqa: ANN401
+        """Call `RolloutRecorder.write`, after those that came before."""
+        async with self._writing:
+            try:
+                if self._worker is None:
+                    self._worker = self._start(self._num_before)
+                    await self._worker.setup()
+                await self._worker.call(RolloutRecorder.write, *args)
+            except (WorkerDied, DeadlineExceeded):
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the process."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker, self._num_before = None, self._num_before + 1
 
 
 class RanksHandle(Generic[R]):
@@ -174,7 +203,14 @@ class ActorHandle(RanksHandle[ActorRank]):
     """Implements `Actor`, and `StepAnnotator` for the reference if it trains an adapter."""
 
     pair_cost = 0.0
+    recorder: RecorderHandle | None = None
+    """Writer of rollouts; None where none are recorded."""
     _settings_of = staticmethod(optimizer_settings)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     async def ready(self) -> None:
         await super().ready()
@@ -199,16 +235,24 @@ class ActorHandle(RanksHandle[ActorRank]):
         await self._all(ActorRank.export, folder)
 
     async def record(
-        self, path: Path, step: int, tasks: Sequence[Task], groups: Sequence[Group], assigned: Assigned
-    ) -> None:
+        self,
+        path: Path,
+        step: int,
+        tasks: Sequence[Task],
+        groups: Sequence[Group],
+        assigned: Assigned,
+        places: Sequence[int],
+    ) -> Awaitable[None]:
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
         firsts = self._ranks[:: self._num_peers]
         told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in firsts))
         columns: Sequence[Any] = [column for _, (column,) in told]
-        payloads = [(g.group_id, g.payload) for g in groups]
-        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
-        trained = list(zip(tasks, _bare(groups), assigned, strict=True))
-        await self._ranks[0].call(ActorRank.record, path, step, trained, signals, parcel, *columns)
+        chosen, bare = [groups[i] for i in places], _bare(groups)
+        payloads = [(g.group_id, g.payload) for g in chosen]
+        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in chosen])
+        trained = [TrainedGroup(i, tasks[i], bare[i], assigned[i]) for i in places]
+        assert self.recorder is not None, "a run that records has one"
+        return self.recorder.write(path, step, trained, signals, parcel, *columns)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))

@@ -9,12 +9,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
-
-import orjson
 
 from rlsys.errors import DataError
 from rlsys.monitoring.events import AlertRaised, EvalDone, Event, RolloutsWritten, RunEnded, RunStarted, StepDone
@@ -131,41 +129,20 @@ class InThread:
 def sampled(path: Path, most: int) -> list[RolloutRow]:
     """Sample at most `most` episodes of a file of rollouts, evenly from the lowest reward to the highest.
 
-    Episodes without a reward come first. The file is read group by group, because decoding a line blocks the driver's
-    event loop: it is blocked for one group at most. Raises `OSError`, and `DataError` for a file that has no rollouts.
+    Episodes without a reward come first. Raises `OSError`, and `DataError` for a file that has no rollouts.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
-        with path.open("rb") as file:
-            rows = [row for line in file for row in _rows(orjson.loads(line))]
-    except (LookupError, TypeError, ValueError) as error:
+        rows: list[Any] = pq.read_table(BytesIO(path.read_bytes()), columns=list(RolloutRow._fields)).to_pylist()
+    except (pa.ArrowException, KeyError) as error:
         raise DataError(f"{path} is no file of rollouts, or damaged: {error!r}") from error
-    rows.sort(key=lambda row: (row.reward is not None, row.reward, row.group_id, row.episode))
-    if len(rows) <= most:
-        return rows
+    rows.sort(key=lambda row: (row["reward"] is not None, row["reward"], row["group_id"], row["episode"]))
     last = len(rows) - 1
-    return [rows[round(place * last / max(most - 1, 1))] for place in range(most)]
-
-
-def _rows(group: Mapping[str, Any]) -> Iterator[RolloutRow]:
-    task = group["task"]
-    prompt = task["prompt"]
-    if not isinstance(prompt, str):
-        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    whole = {(a["episode"], a["trajectory"]): a["advantage"] for a in group["assigned"] if a["sample"] is None}
-    for number, episode in enumerate(group["episodes"]):
-        root = episode["trajectories"][0]
-        yield RolloutRow(
-            step=group["step"],
-            task_id=task["id"],
-            group_id=group["group_id"],
-            episode=number,
-            reward=root["reward"],
-            advantage=whole.get((number, 0)),
-            num_tokens=sum(len(turn["output_ids"]) for t in episode["trajectories"] for turn in t["turns"]),
-            outcome=root["outcome"]["kind"],
-            prompt=_cut(prompt),
-            text=_cut("\n\n".join(turn["text"] for turn in root["turns"])),
-        )
+    if len(rows) > most:
+        rows = [rows[round(place * last / max(most - 1, 1))] for place in range(most)]
+    return [RolloutRow(**row)._replace(prompt=_cut(row["prompt"]), text=_cut(row["text"])) for row in rows]
 
 
 def _cut(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import openai
@@ -27,7 +27,7 @@ def said(trajectory: Trajectory) -> list[str]:
     return [turn.text for turn in trajectory.turns]
 
 
-def text_of(ids: tuple[int, ...]) -> str:
+def text_of(ids: Sequence[int]) -> str:
     return "".join(map(chr, ids))
 
 
@@ -330,7 +330,7 @@ def test_a_branch_shares_what_came_before_and_trains_it_once():
     trunk, branch = session.episode().trajectories
     assert said(trunk) == ["reply 1", "reply 2", "reply 3"] and said(branch) == ["reply 2"]
     assert branch.parent == 0 and len(list(samples_of(trunk))) == 1
-    before = trunk.turns[0].prompt_ids + trunk.turns[0].output_ids
+    before = (*trunk.turns[0].prompt_ids, *trunk.turns[0].output_ids)
     assert branch.turns[0].prompt_ids[: len(before)] == before
     assert sum(sum(sample.is_trained) for t in (trunk, branch) for sample in samples_of(t)) == 4 * len("reply 1")
 

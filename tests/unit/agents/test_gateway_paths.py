@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -19,7 +20,7 @@ WEATHER = {
 }
 
 
-def text_of(ids: tuple[int, ...]) -> str:
+def text_of(ids: Sequence[int]) -> str:
     return "".join(map(chr, ids))
 
 

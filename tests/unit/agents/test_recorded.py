@@ -79,7 +79,7 @@ def test_only_assistant_messages_of_a_recorded_conversation_are_trained() -> Non
     (sample,) = samples_of(trajectory)
     trained = [i for i, on in zip(sample.completion_ids, sample.is_trained, strict=True) if on]
     assert "".join(map(chr, trained)) == "look up 3done"
-    everything = "".join(map(chr, sample.prompt_ids + sample.completion_ids))
+    everything = "".join(map(chr, (*sample.prompt_ids, *sample.completion_ids)))
     assert "a fact" in everything and "and?" in everything
 
 

@@ -54,7 +54,7 @@ def called(*names: str) -> str:
 
 
 def continues(before: Turn, after: Turn) -> bool:
-    seen = before.prompt_ids + before.output_ids
+    seen = (*before.prompt_ids, *before.output_ids)
     return after.prompt_ids[: len(seen)] == seen
 
 

@@ -73,7 +73,7 @@ def test_every_sampled_token_is_trained_once_after_its_prompt(
 ) -> None:
     turns: list[Turn] = []
     for number, (continues, prompt, output) in enumerate(script):
-        context = turns[-1].prompt_ids + turns[-1].output_ids if continues and turns else ()
+        context = (*turns[-1].prompt_ids, *turns[-1].output_ids) if continues and turns else ()
         turns.append(turn(context + prompt, output, version=number))
     trained: list[tuple[tuple[int, ...], int, float, int]] = []
     for sample in samples(*turns):
@@ -83,11 +83,11 @@ def test_every_sampled_token_is_trained_once_after_its_prompt(
         versions = iter([span.version for span in sample.versions for _ in range(span.num_tokens)])
         for t, is_on in enumerate(sample.is_trained):
             if is_on:
-                context = sample.prompt_ids + sample.completion_ids[:t]
+                context = (*sample.prompt_ids, *sample.completion_ids[:t])
                 trained.append((context, sample.completion_ids[t], sample.logprobs[t], next(versions)))
         assert next(versions, None) is None
     said = [
-        (t.prompt_ids + t.output_ids[:i], t.output_ids[i], t.logprobs[i], number)
+        ((*t.prompt_ids, *t.output_ids[:i]), t.output_ids[i], t.logprobs[i], number)
         for number, t in enumerate(turns)
         for i in range(len(t.output_ids))
     ]

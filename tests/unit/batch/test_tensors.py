@@ -139,7 +139,7 @@ def planned_gradient(
 
 def token_losses(sample: Sample, advantage: float) -> Tensor:
     """By a plain forward over the whole sequence."""
-    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    ids = torch.tensor([(*sample.prompt_ids, *sample.completion_ids)])
     logits_TV = MODEL(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
     logprobs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
     logprobs_N = logprobs_T[torch.tensor(sample.is_trained)]

@@ -140,10 +140,10 @@ def test_files_that_lead_outside_the_root_are_ignored(tmp_path: Path) -> None:
     secret.write_text('{"step":1,"group_id":0,')
     (run / "events.jsonl").unlink()
     (run / "events.jsonl").symlink_to(secret)
-    (run / "rollouts" / "step_000099.jsonl").symlink_to(secret)
+    (run / "rollouts" / "step_000099.parquet").symlink_to(secret)
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
     folder = find_run(tmp_path / "root", "a")
     assert folder.file("events.jsonl") is None
-    assert folder.file("rollouts", "step_000099.jsonl") is None
+    assert folder.file("rollouts", "step_000099.parquet") is None
     assert folder.file("metrics.jsonl") is None

@@ -91,7 +91,7 @@ def test_rollouts_on_another_disk_are_named_as_that(tmp_path: Path) -> None:
 
 def test_a_file_of_rollouts_that_leads_out_is_not_listed(tmp_path: Path) -> None:
     run = small_run(tmp_path / "root" / "run")
-    (run / "rollouts" / "step_000099.jsonl").symlink_to(tmp_path / "secret")
+    (run / "rollouts" / "step_000099.parquet").symlink_to(tmp_path / "secret")
     (tmp_path / "secret").write_text('{"step":99,"group_id":0,')
     assert Readings(tmp_path / "root").groups("run").last_step == 30
 

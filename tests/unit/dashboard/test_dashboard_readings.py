@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-import orjson
 import pytest
 
 from rlsys.dashboard.http_problems import BadRequest, NoSuch
@@ -32,9 +31,10 @@ from rlsys.monitoring.events import (
     WorkerBusy,
     WorkerFailed,
 )
-from rlsys.replay.rollout_log import read_rollouts
+from rlsys.replay.rollout_files import read_rollouts
 from tests.histories import BEGIN_S, History, Shape, big_run, small_run
 from tests.planted import BOTTLENECK, STALE_REPLICA, planted_run
+from tests.rollouts import damage, lines_of, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -200,16 +200,16 @@ def test_damaged_and_unknown_lines_are_counted_and_skipped(history: History) -> 
 
 
 def test_damaged_rollout_lines_are_counted_once_read(history: History) -> None:
-    path = history.folder / "rollouts" / "step_000002.jsonl"
-    first, second, *others = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([first[:500] + b"\n", second[:-20] + b"\n", *others]))
+    path = history.folder / "rollouts" / "step_000002.parquet"
+    first, *_ = read_rollouts(path)
+    damage(path, 0, 1)
     (history.folder / "events.jsonl").unlink()
     readings = readings_of(history)
     assert readings.run("run").num_corrupt == 0
     assert len(readings.groups("run", 2).groups) == 4
     assert readings.run("run").num_corrupt == 2
     with pytest.raises(NoSuch, match="cannot be read"):
-        readings.group("run", 2, orjson.loads(first)["group_id"])
+        readings.group("run", 2, first.group_id)
     assert readings.run("run").num_corrupt == 2
 
 
@@ -309,7 +309,7 @@ def test_the_groups_of_a_step_can_be_told_apart(runs: Path) -> None:
 
 def test_groups_are_listed_though_their_rollouts_were_not_written(history: History) -> None:
     for step in (1, 3):
-        (history.folder / "rollouts" / f"step_{step:06}.jsonl").unlink()
+        (history.folder / "rollouts" / f"step_{step:06}.parquet").unlink()
     readings = readings_of(history)
     newest, before = readings.groups("run"), readings.groups("run", 2)
     assert (newest.step, newest.previous_step, newest.first_step) == (3, 2, 1)
@@ -340,7 +340,7 @@ def test_an_episode_is_told_token_by_token(runs: Path) -> None:
     lead, subagent = answer.trajectories
     assert (lead.parent, subagent.parent) == (None, 0)
     assert lead.turns[0].tool_calls == [{"name": "ask", "arguments": {"question": "15 + 0"}}]
-    record = next(r for r in read_rollouts(runs / "small" / "rollouts" / "step_000003.jsonl") if r.group_id == 15)
+    record = next(r for r in read_rollouts(runs / "small" / "rollouts" / "step_000003.parquet") if r.group_id == 15)
     reading = record.readings[0][0][0]
     for turn in lead.turns:
         assert "".join(turn.pieces) == turn.text
@@ -355,11 +355,11 @@ def test_an_episode_is_told_token_by_token(runs: Path) -> None:
 
 def test_per_token_advantages_replace_the_single_one(history: History) -> None:
     """As with PPO: what a trajectory was assigned is its reward, from which those of its tokens are estimated."""
-    path = history.folder / "rollouts" / "step_000003.jsonl"
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    path = history.folder / "rollouts" / "step_000003.parquet"
+    lines = lines_of(path)
     (reading,) = lines[0]["readings"][0][0]
     reading["advantages"] = [0.25 * i for i in range(len(reading["pieces"]))]
-    path.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+    write_lines(path, lines)
     readings, group_id = readings_of(history), lines[0]["group_id"]
     (trajectory,) = readings.episode("run", 3, group_id, 0).trajectories
     assert trajectory.advantage is None

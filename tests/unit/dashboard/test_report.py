@@ -19,7 +19,9 @@ from rlsys.dashboard.plots import plot, short
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.responses import Series
 from rlsys.monitoring.events import RunEnded, RunStarted
+from rlsys.replay.rollout_files import read_rollouts
 from tests.histories import History, Shape, small_run
+from tests.rollouts import damage, lines_of, write_lines
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></pre></style>\"'><svg onload=alert(3)>&lt;\u202e\0"
 ALLOWED = {
@@ -122,14 +124,14 @@ def hostile_run(folder: Path) -> Path:
     history.step()
     history.step()
     history.end("failed", HOSTILE)
-    (rollouts,) = folder.glob("rollouts/step_000002.jsonl")
-    lines = [orjson.loads(line) for line in rollouts.read_bytes().splitlines()]
+    (rollouts,) = folder.glob("rollouts/step_000002.parquet")
+    lines = lines_of(rollouts)
     for line in lines:
         line["task"] |= {"prompt": HOSTILE, "answer": HOSTILE}
         for trajectory in (t for episode in line["episodes"] for t in episode["trajectories"]):
             for turn in trajectory["turns"]:
                 turn["text"] = HOSTILE
-    rollouts.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    write_lines(rollouts, lines)
     (folder / "config.resolved.yaml").write_text(f"model: {{path: {orjson.dumps(HOSTILE).decode()}}}\n")
     return folder
 
@@ -161,9 +163,8 @@ def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
 
 def test_a_damaged_group_costs_the_report_no_more_than_itself(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
-    rollouts = run / "rollouts" / "step_000030.jsonl"
-    lines = rollouts.read_bytes().splitlines()
-    rollouts.write_bytes(b"\n".join(line[: len(line) // 2] for line in lines) + b"\n")
+    rollouts = run / "rollouts" / "step_000030.parquet"
+    damage(rollouts, *range(len(read_rollouts(rollouts))))
     assert "Configuration" in report(run).texts["h2"]
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run that was killed after step 11, and went on after step 10."""
     run = tmp_path_factory.mktemp("runs") / "sums"
-    table = rollouts(run / "rollouts" / "step_10.jsonl", [0.0, 1.0, 0.5, None])
+    table = rollouts(run / "rollouts" / "step_10.parquet", [0.0, 1.0, 0.5, None])
     plugin = WandB(project="arithmetic", mode="offline", rollouts_every=10, max_rollouts=3, names="verl")
 
     def sink() -> InThread:

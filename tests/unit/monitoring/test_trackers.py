@@ -29,7 +29,8 @@ from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracke
 from rlsys.monitoring.trackers.mlflow import MLflow, experiment_of
 from rlsys.monitoring.trackers.tensorboard import TensorBoard
 from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sampled
-from rlsys.replay.rollout_log import RolloutRecord, write_rollouts
+from rlsys.replay.rollout_files import write_rollouts
+from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import Episode, Task, Trajectory
 from tests.rollouts import rollouts, said
 
@@ -87,7 +88,7 @@ def tell(sink: InThread, *events: Event) -> None:
 
 def test_a_tracker_gets_events_in_order_on_its_own_thread(tmp_path: Path):
     plugin = Heard(rollouts_every=10, max_rollouts=2)
-    path = rollouts(tmp_path / "step_10.jsonl", [0.0, 1.0])
+    path = rollouts(tmp_path / "step_10.parquet", [0.0, 1.0])
     tell(
         InThread(plugin, run_of(tmp_path, "solver")),
         RunStarted("runs/sums", 4, 8),
@@ -139,8 +140,8 @@ def test_one_that_cannot_even_start_is_told_the_same_way(tmp_path: Path, capsys)
     ],
 )
 def test_an_unreadable_rollout_file_costs_only_its_table(data: bytes | None, said: str, tmp_path: Path, capsys):
-    plugin, good = Heard(rollouts_every=1), rollouts(tmp_path / "step_12.jsonl", [0.0, 1.0])
-    bad = tmp_path / "step_10.jsonl"
+    plugin, good = Heard(rollouts_every=1), rollouts(tmp_path / "step_12.parquet", [0.0, 1.0])
+    bad = tmp_path / "step_10.parquet"
     if data is not None:
         bad.write_bytes(data)
     tell(
@@ -218,7 +219,7 @@ def test_a_bus_that_is_closed_without_a_word_was_interrupted(tmp_path: Path):
 
 
 def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
-    path = rollouts(tmp_path / "step_10.jsonl", [0.75, 1.0, None, 0.25, 0.0, 0.5])
+    path = rollouts(tmp_path / "step_10.parquet", [0.75, 1.0, None, 0.25, 0.0, 0.5])
     assert [row.reward for row in sampled(path, 6)] == [None, 0.0, 0.25, 0.5, 0.75, 1.0]
     assert [row.reward for row in sampled(path, 3)] == [None, 0.25, 1.0]
     assert [row.reward for row in sampled(path, 1)] == [None]
@@ -239,7 +240,7 @@ def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
 
 
 def test_an_overlong_text_is_cut_with_a_note(tmp_path: Path):
-    path = tmp_path / "step_10.jsonl"
+    path = tmp_path / "step_10.parquet"
     episode = Episode((Trajectory("policy", (said("a" * (LONGEST + 1234), 1),), reward=1.0),))
     write_rollouts(path, [RolloutRecord(10, 0, Task(id="t", prompt="p"), "rollout-0", 0, (episode,), (), ({},))])
     (row,) = sampled(path, 9)
@@ -304,7 +305,7 @@ def test_each_policy_is_tracked_as_a_separate_run(tmp_path: Path):
 def test_resumed_tensorboard_runs_replace_the_repeated_steps(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    path = rollouts(tmp_path / "step_2.jsonl", [0.0, 1.0], step=2)
+    path = rollouts(tmp_path / "step_2.parquet", [0.0, 1.0], step=2)
     plugin = TensorBoard(rollouts_every=2)
     first = [StepDone(step, {"reward/mean": step / 10}) for step in (1, 2, 3)]
     late = EvalDone(1, "hard", "ab", 1.0, {"eval/hard/mean": 0.5})
@@ -347,7 +348,7 @@ print([m for m in ("torch", "tensorflow") if m in sys.modules])
 @pytest.mark.slow
 def test_mlflow_has_configuration_history_and_rollouts_of_a_resumed_run(tmp_path: Path):
     mlflow = pytest.importorskip("mlflow", reason="needs the package mlflow-skinny, the extra `mlflow` of rlsys")
-    path = rollouts(tmp_path / "step_10.jsonl", [0.0, 1.0])
+    path = rollouts(tmp_path / "step_10.parquet", [0.0, 1.0])
     values = {"reward/mean": 0.5, "eval/hard/pass@4": 0.25}
     tell(InThread(MLflow(), run_of(tmp_path)), RunStarted("r", 0, 20), StepDone(10, values), ALERT)
     events = RunStarted("r", 10, 20), StepDone(11, {"reward/mean": 0.75}), RolloutsWritten(10, str(path))

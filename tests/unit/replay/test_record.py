@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 import orjson
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,15 +21,15 @@ from hypothesis import strategies as st
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
+from rlsys.replay.rollout_files import open_rollouts, read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import (
+    ROLLOUT_FORMAT,
     GroupRecord,
     RolloutRecord,
     TokenStats,
     read_groups,
-    read_rollouts,
     rollout_of,
     write_groups,
-    write_rollouts,
 )
 from rlsys.types import (
     Acknowledged,
@@ -43,6 +44,7 @@ from rlsys.types import (
     VersionSpan,
     failed,
 )
+from tests.rollouts import damage, lines_of, rollouts, write_lines
 
 ids = st.lists(st.integers(0, 2**17), max_size=4).map(tuple)
 floats32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -90,9 +92,7 @@ turn_readings = st.builds(
     advantages=numbers,
     is_masked=st.lists(st.booleans(), max_size=3).map(tuple),
 )
-readings = st.lists(st.lists(st.lists(turn_readings, max_size=2).map(tuple), max_size=2).map(tuple), max_size=2).map(
-    tuple
-)
+reading = st.lists(st.lists(turn_readings, max_size=2).map(tuple), max_size=2).map(tuple)
 assigned = st.lists(
     st.builds(TrajectoryAdvantage, st.just(0), st.just(0), floats32, st.none() | st.integers(0, 2)), max_size=2
 )
@@ -128,15 +128,20 @@ def test_groups_come_back_as_they_were(written: list[tuple[Episode, ...]]) -> No
 
 
 @settings(deadline=None, max_examples=80)
-@given(tasks, payloads, assigned, columns, readings)
-def test_rollouts_come_back_as_they_were(task, payload, assigned, columns, readings) -> None:
+@given(st.data(), tasks, payloads, assigned, columns)
+def test_rollouts_come_back_as_they_were(data, task, payload, assigned, columns) -> None:
+    size = len(payload)
+    readings = tuple(data.draw(st.just([]) | st.lists(reading, min_size=size, max_size=size)))
     group = replace(group_of(payload), policy="asker")
     record = replace(RolloutRecord.of(3, task, group, payload, assigned), columns=columns, readings=readings)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "step_000003.jsonl")
+        path = Path(folder, "step_000003.parquet")
         write_rollouts(path, [record, record])
         assert read_rollouts(path) == [record, record]
-        assert [rollout_of(line) for line in path.read_bytes().splitlines()] == [record, record]
+        assert open_rollouts(path).group_ids == [5, 5]
+        lines = path.with_suffix(".jsonl")
+        write_lines(lines, lines_of(path))
+        assert [replace(record, record_v=ROLLOUT_FORMAT) for record in read_rollouts(lines)] == [record, record]
 
 
 @given(floats32)
@@ -161,10 +166,30 @@ def test_a_rollout_record_joins_payload_judgement_and_advantages() -> None:
     assert record.advantages == ((0.7,), (None,), (-0.7,))
 
 
-def test_a_line_starts_with_its_step_and_group_id(tmp_path: Path) -> None:
-    payload = (said("x"),)
-    write_rollouts(tmp_path / "s", [RolloutRecord.of(7, Task(id="t", prompt="p"), group_of(payload), payload, [])])
-    assert (tmp_path / "s").read_bytes().startswith(b'{"step":7,"group_id":5,')
+def test_any_reader_of_parquet_finds_episodes_by_what_they_got(tmp_path: Path) -> None:
+    payload = (said("right"), said("wrong"))
+    group = group_of(payload).with_scores((Score(1.0), Score(0.0)))
+    task, assigned = Task(id="t", prompt=({"role": "user", "content": "2?"},)), [TrajectoryAdvantage(1, 0, -0.5)]
+    write_rollouts(path := tmp_path / "s.parquet", [RolloutRecord.of(7, task, group, payload, assigned)])
+    (row,) = pq.read_table(path, filters=[("reward", "<", 0.5)]).to_pylist()
+    names = ("step", "group_id", "episode", "prompt", "text", "advantage", "output_ids", "logprobs")
+    assert [row[name] for name in names] == [7, 5, 1, "user: 2?", "wrong", -0.5, [3], [-0.5]]
+
+
+def test_one_damaged_group_costs_no_other(tmp_path: Path) -> None:
+    path = rollouts(tmp_path / "step_000010.parquet", [1.0] * 6)
+    damage(path, 1)
+    file = open_rollouts(path)
+    assert [file.record(place).group_id for place in (0, 2)] == [0, 2]
+    with pytest.raises(DataError, match="damaged"):
+        file.record(1)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b'{"step":1}\n'])
+def test_what_is_no_file_of_rollouts_is_refused(tmp_path: Path, content: bytes) -> None:
+    (path := tmp_path / "step_000001.parquet").write_bytes(content)
+    with pytest.raises(DataError, match="not a file of rollouts"):
+        open_rollouts(path)
 
 
 def test_a_record_has_the_metadata_its_step_was_planned_from() -> None:
@@ -181,14 +206,15 @@ def test_sample_advantages_are_kept_and_not_shown_for_the_trajectory() -> None:
     assert (record.assigned, record.advantages) == (tuple(assigned), ((None,), (-0.5,)))
 
 
-def test_what_is_not_finite_comes_back_as_no_number() -> None:
+def test_an_advantage_that_is_not_finite_comes_back_as_no_number(tmp_path: Path) -> None:
     payload = (said("a"),)
     record = RolloutRecord.of(
         1, Task(id="t", prompt="p"), group_of(payload), payload, [TrajectoryAdvantage(0, 0, float("inf"))]
     )
-    line = orjson.dumps(replace(record, columns={"reference_logprobs": ((float("-inf"),),)}))
-    back = rollout_of(line)
-    assert math.isnan(back.assigned[0].advantage) and math.isnan(back.columns["reference_logprobs"][0][0])
+    path = tmp_path / "s.parquet"
+    write_rollouts(path, [replace(record, columns={"reference_logprobs": ((float("-inf"),),)})])
+    (back,) = read_rollouts(path)
+    assert math.isnan(back.assigned[0].advantage) and back.columns["reference_logprobs"][0][0] == float("-inf")
 
 
 def test_numpy_numbers_are_stored_as_numbers(tmp_path: Path) -> None:
@@ -225,7 +251,7 @@ FORMAT_1 = b"""{"step":1,"group_id":7,"task":{"id":"t","prompt":"2 1","answer":"
 
 
 def test_format_1_lines_are_read_with_defaults() -> None:
-    record = rollout_of(FORMAT_1)
+    record = rollout_of(FORMAT_1, "a test")
     assert (record.record_v, record.advantages, record.assigned) == (
         1,
         ((0.7, None),),
@@ -243,7 +269,7 @@ def test_references_are_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_file_appears_whole_and_its_folder_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts" / "step_000001.jsonl"
+    path = tmp_path / "rollouts" / "step_000001.parquet"
     write_rollouts(path, [])
     assert read_rollouts(path) == []
     assert list(path.parent.iterdir()) == [path]
@@ -263,4 +289,4 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
 def test_a_field_of_another_kind_is_refused(name: str, value: object) -> None:
     row = orjson.loads(FORMAT_1)
     with pytest.raises(DataError, match="should be"):
-        rollout_of(orjson.dumps({**row, name: value}))
+        rollout_of(orjson.dumps({**row, name: value}), "a test")

@@ -12,13 +12,12 @@ from rlsys.contracts import TrainStats
 from rlsys.loop.learner import StepResult
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.replay.rollout_files import read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import (
     GroupRecord,
     RolloutRecord,
     read_groups,
-    read_rollouts,
     write_groups,
-    write_rollouts,
 )
 from rlsys.types import Episode, Score, Task, Trajectory
 from tests.groups import episode, group, queue_of
@@ -47,8 +46,8 @@ def test_each_function_has_a_mean_over_where_it_applied() -> None:
 def test_a_rollout_record_shows_the_parts(tmp_path: Path) -> None:
     record = RolloutRecord.of(1, Task(id="t", prompt="p"), GROUP, PAYLOAD, [])
     assert record.parts == ({"exact": 1.0, "format": 0.5}, {"exact": 0.0}, {})
-    write_rollouts(tmp_path / "step.jsonl", [record])
-    assert read_rollouts(tmp_path / "step.jsonl") == [record]
+    write_rollouts(tmp_path / "step.parquet", [record])
+    assert read_rollouts(tmp_path / "step.parquet") == [record]
 
 
 def test_a_checkpointed_group_keeps_its_parts(tmp_path: Path) -> None:

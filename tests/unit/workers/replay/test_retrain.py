@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import orjson
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -29,10 +28,12 @@ from rlsys.loop.build_driver import shape_of
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STATE, file_hash
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
-from rlsys.replay.rollout_log import RolloutRecord, Rows, read_rollouts, write_rollouts
+from rlsys.replay.rollout_files import read_rollouts, write_rollouts
+from rlsys.replay.rollout_log import RolloutRecord, Rows
 from rlsys.replay.run_history import RecordedSteps, read_history
 from rlsys.types import Distribution, Episode, Group, Task
 from tests.models import random_group, save_model, tiny_qwen3
+from tests.rollouts import lines_of, write_lines
 from tests.training import group_of, random_team
 from workers.replay.step_replay import models_on_gpu, retrain
 from workers.train.fsdp import FsdpBackend
@@ -153,7 +154,7 @@ class Run:
         return self.folder / "checkpoints" / f"step_{step:06d}"
 
     def rollouts(self, step: int) -> Path:
-        return self.folder / "rollouts" / f"step_{step:06d}.jsonl"
+        return self.folder / "rollouts" / f"step_{step:06d}.parquet"
 
     def edit(self, name: str, old: str, new: str) -> None:
         path = self.folder / name
@@ -248,9 +249,9 @@ def test_a_step_begins_from_the_newest_checkpoint_before_it(plain: Run) -> None:
 
 
 def test_one_changed_logprob_is_noticed_in_its_training_step(run: Run) -> None:
-    logprob = orjson.loads(run.rollouts(2).read_bytes().splitlines()[0])["episodes"][0]["trajectories"][0]["turns"][0]
-    first = logprob["logprobs"][0]
-    run.edit("rollouts/step_000002.jsonl", str(first), str(first * 1.001))
+    lines = lines_of(run.rollouts(2))
+    lines[0]["episodes"][0]["trajectories"][0]["turns"][0]["logprobs"][0] *= 1.001
+    write_lines(run.rollouts(2), lines)
     done = CliRunner().invoke(app, ["replay", str(run.folder), "--step", str(STEPS), "--json"])
     assert done.exit_code == 1
     found = json.loads(done.stdout)
@@ -276,7 +277,7 @@ def test_weights_that_never_arrived_are_reported_as_unknown(plain: Run) -> None:
 
 def test_what_is_missing_is_named_with_the_remedy(plain: Run) -> None:
     plain.rollouts(1).unlink()
-    with pytest.raises(DataError, match=r"step_000001\.jsonl is not there, and to train step 2 again from the initial"):
+    with pytest.raises(DataError, match=r"step_000001\.parquet is not there, and to train step 2 again from the init"):
         RecordedSteps.of(plain.folder, 2)
     with pytest.raises(DataError, match=r"record\.rollouts_every=1.*checkpoint\.every"):
         RecordedSteps.of(plain.folder, 2)
@@ -287,14 +288,24 @@ def test_what_is_missing_is_named_with_the_remedy(plain: Run) -> None:
 
 
 def test_rollouts_of_another_format_or_session_are_refused(plain: Run) -> None:
-    plain.edit("rollouts/step_000001.jsonl", '"record_v":2', '"record_v":1')
-    with pytest.raises(DataError, match=r"step_000001\.jsonl was written by another version of rlsys"):
+    path = plain.rollouts(1)
+    write_lines(path.with_suffix(".jsonl"), [line | {"record_v": 1} for line in lines_of(path)])
+    path.unlink()
+    with pytest.raises(DataError, match=r"step_000001\.jsonl was written by an early version of rlsys"):
         RecordedSteps.of(plain.folder, 1).rollouts(1)
-    plain.edit("rollouts/step_000002.jsonl", '"group_id":20', '"group_id":7')
+    first, *others = lines_of(plain.rollouts(2))
+    write_lines(plain.rollouts(2), [first | {"group_id": 7}, *others])
     with pytest.raises(
         DataError, match=r"contains groups 7, 21, 22, and step 2 trained 20, 21, 22: the file is of another"
     ):
         RecordedSteps.of(plain.folder, 2).rollouts(2)
+
+
+def test_rollouts_of_the_version_before_are_trained_again(plain: Run) -> None:
+    for step in range(1, STEPS + 1):
+        write_lines(plain.rollouts(step).with_suffix(".jsonl"), lines_of(plain.rollouts(step)))
+        plain.rollouts(step).unlink()
+    assert launch.replay_step(plain.folder, STEPS).is_equal
 
 
 def test_a_resumed_run_forgets_what_it_takes_again(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_forks_share_the_parents_tokens_and_have_distinct_seeds():
     _, (first, second) = played([worker], lambda: worker.run(assignment()))
     for episode in (first, second):
         lead, *forks = episode.trajectories
-        seen = lead.turns[0].prompt_ids + lead.turns[0].output_ids
+        seen = (*lead.turns[0].prompt_ids, *lead.turns[0].output_ids)
         assert [fork.turns[0].prompt_ids[: len(seen)] for fork in forks] == [seen] * 3
     assert len(set(seeds)) == 8
 

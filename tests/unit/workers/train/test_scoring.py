@@ -36,7 +36,7 @@ def plain(model: PreTrainedModel, samples: list[Sample], temperature: float) -> 
     """Logprobs and entropies by a full forward over each whole sequence alone."""
     logprobs, entropies = [], []
     for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+        ids = torch.tensor([(*sample.prompt_ids, *sample.completion_ids)])
         logits_TV = model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature
         logprobs_TV = logits_TV.log_softmax(-1)
         is_trained = torch.tensor(sample.is_trained)

@@ -1,0 +1,76 @@
+"""Writing down the rollouts of trained steps, while later steps are trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+
+from rlsys.contracts import Actor
+from rlsys.errors import CheckpointError, PayloadLost, WorkerError
+from rlsys.loop.learner import StepResult
+from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
+from rlsys.types import Group, Task
+from rlsys.util.seeds import record_seed
+
+MOST_UNWRITTEN = 4
+"""Steps whose files may be unwritten at once: their payloads stay in memory until then."""
+
+
+@dataclass
+class RolloutRecords:
+    """The files of rollouts of a run, one per step that is due."""
+
+    actor: Actor
+    events: Events
+    folder: Path
+    every: int
+    """Steps between two that are written; 0: none is."""
+    share: float = 1.0
+    """Share of the groups of a step that is written, at least one."""
+    seed: int = 0
+    _writing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    def is_due(self, step: int) -> bool:
+        """True if the rollouts of this step are written."""
+        return self.every > 0 and step % self.every == 0
+
+    async def begin(self, step: int, tasks: Sequence[Task], result: StepResult) -> None:
+        """Begin to write a step.
+
+        Waits for the files of earlier steps only if `MOST_UNWRITTEN` of them are unwritten. A failure of the writer
+        costs its file, and is an event. Raises `WorkerDied` or `DeadlineExceeded` of the actor.
+        """
+        while len(self._writing) >= MOST_UNWRITTEN:
+            await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
+        path = self.folder / f"step_{step:06d}.parquet"
+        places = self._places(result.groups)
+        written = await self.actor.record(path, step, tasks, result.groups, result.assigned, places)
+        task = asyncio.create_task(self._finish(path, step, written))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def end(self, patience_s: float) -> None:
+        """Return once all files are written; give up those that are not within `patience_s`."""
+        if self._writing:
+            _, late = await asyncio.wait(self._writing, timeout=patience_s)
+            for task in late:
+                task.cancel()
+
+    def _places(self, groups: Sequence[Group]) -> list[int]:
+        """Return the groups to write. The same ones in a resumed run."""
+        places = sorted(range(len(groups)), key=lambda place: record_seed(self.seed, groups[place].group_id))
+        return sorted(places[: ceil(self.share * len(places))])
+
+    async def _finish(self, path: Path, step: int, written: Awaitable[None]) -> None:
+        try:
+            await written
+        except (OSError, CheckpointError) as error:
+            self.events.emit(FileSkipped(str(path), str(error)))
+        except (PayloadLost, WorkerError) as error:  # the groups are trained: only this file is missing
+            worker = error.worker if isinstance(error, WorkerError) else "recorder"
+            self.events.emit(WorkerFailed(worker, f"writing {path.name}", str(error)))
+        else:
+            self.events.emit(RolloutsWritten(step, str(path)))

@@ -1,0 +1,345 @@
+"""Rollouts on disk: one file per step. A Parquet file has one row per episode and one row group per group.
+
+Numbers by token are in columns of their own: `prompt_ids`, `output_ids` and `logprobs` of all turns of an episode one
+after the other, the readings of its trained tokens, and one column per signal. `session` is the episode as JSON, with
+the length of each of these lists in its place, and `task` what holds for the whole group. The other columns repeat a
+part of that for whoever reads the files without rlsys: any tool that reads Parquet can filter episodes by reward or
+text. The round trip is exact.
+
+Files of earlier versions, `.jsonl` with one group per line, are still read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from io import BytesIO
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
+
+from rlsys.algorithm import TrajectoryAdvantage
+from rlsys.errors import DataError
+from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
+from rlsys.replay.rollout_log import (
+    ROLLOUT_FORMAT,
+    EpisodeReading,
+    RolloutRecord,
+    TokenStats,
+    as_plain,
+    decoder_of,
+    rollout_of,
+)
+from rlsys.types import Episode, Task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_NAME = re.compile(r"step_(\d+)\.(?:parquet|jsonl)")
+_TURN = {"prompt_ids": IntArray, "output_ids": IntArray, "logprobs": FloatArray}
+_READING = {"trainer_logprobs": FloatArray, "entropies": FloatArray, "advantages": FloatArray, "is_masked": BoolArray}
+_PIECES = "pieces"
+_NUMBERS = ("step", "group_id", "permit_version", "episode", "num_tokens", "reward", "advantage")
+_SHORT = ("task_id", "source", "policy", "replica", "outcome", "reason")
+_SIGNAL = "signal_"
+"""Prefix of the columns of signals."""
+_FORMAT = b"rlsys.record_v"
+"""Key of the format in the metadata of a file."""
+_Lists: TypeAlias = dict[str, list[Sequence[Any]]]
+"""Lists of one episode by column, in order."""
+
+
+def rollout_path(run: Path, step: int) -> Path:
+    """Return the file of a step in a run's folder: an existing one, of any version, or the one to write."""
+    folder = run / "rollouts"
+    old = folder / f"step_{step:06d}.jsonl"
+    return old if old.is_file() else folder / f"step_{step:06d}.parquet"
+
+
+def step_in(name: str) -> int | None:
+    """Return the step of a file of rollouts by its name; None for another file."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def rollout_paths(run: Path) -> list[Path]:
+    """Return the files of a run, by step."""
+    found = (run / "rollouts").glob("step_*") if (run / "rollouts").is_dir() else ()
+    return sorted((path for path in found if step_in(path.name) is not None), key=lambda path: step_in(path.name) or 0)
+
+
+# -------------------------------------------------------------------------------------------------------------- write
+
+
+def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
+    """Write the records of one step, which have columns of the same signals. The file appears whole."""
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    tables = map(_table, records)
+    first = next(tables, None)
+    schema = _schema(()) if first is None else first.schema
+    lists = [f"{field.name}.list.element" for field in schema if _is_list(field)]
+    floats = [name for field, name in zip(filter(_is_list, schema), lists, strict=True) if _is_float(field)]
+    with pq.ParquetWriter(
+        partial,
+        schema,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=[*_SHORT, f"{_PIECES}.list.element"],
+        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        write_statistics=[*_NUMBERS, *_SHORT],
+        write_page_checksum=True,
+    ) as writer:
+        if first is not None:
+            writer.write_table(first)
+        for table in tables:
+            writer.write_table(table)
+    partial.replace(path)
+
+
+def _schema(signals: Iterable[str]) -> pa.Schema:
+    import pyarrow as pa
+
+    texts = (*_SHORT, "prompt", "text", "task", "session")
+    lists: list[tuple[str, Any]] = [(name, pa.int32()) for name in ("prompt_ids", "output_ids")]
+    lists += [(name, pa.float32()) for name in ("logprobs", "trainer_logprobs", "entropies", "advantages")]
+    lists += [("is_masked", pa.bool_()), (_PIECES, pa.string()), *((_SIGNAL + s, pa.float32()) for s in signals)]
+    numbers = [(name, pa.float64() if name in ("reward", "advantage") else pa.int64()) for name in _NUMBERS]
+    plain = [*numbers, *((name, pa.string()) for name in texts)]
+    metadata = {_FORMAT: str(ROLLOUT_FORMAT).encode()}
+    return pa.schema([*plain, *((name, pa.list_(kind)) for name, kind in lists)], metadata)
+
+
+def _is_list(field: pa.Field) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(field.type)
+
+
+def _is_float(field: pa.Field) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_floating(field.type.value_type)
+
+
+def _table(record: RolloutRecord) -> pa.Table:
+    """Return the rows of a group."""
+    import pyarrow as pa
+
+    schema, size = _schema(sorted(record.columns)), len(record.episodes)
+    rows = [_row(record, e) for e in range(size)]
+    lists = [_lists(record, e) for e in range(size)]
+    columns = []
+    for field in schema:
+        name = field.name
+        if name.startswith(_SIGNAL):
+            own = record.columns[name.removeprefix(_SIGNAL)]
+            columns.append(_list_column([own] + [()] * (size - 1), field.type.value_type))
+        elif _is_list(field):
+            columns.append(_list_column([of_row[name] for of_row in lists], field.type.value_type))
+        else:
+            columns.append(pa.array([row[name] for row in rows], field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _lists(record: RolloutRecord, e: int) -> _Lists:
+    """Return the lists of an episode, by turn."""
+    turns = [turn for t in record.episodes[e].trajectories for turn in t.turns]
+    readings = [reading for of_t in record.readings[e] for reading in of_t] if record.readings else []
+    own: _Lists = {name: [getattr(turn, name) for turn in turns] for name in _TURN}
+    return own | {name: [getattr(reading, name) for reading in readings] for name in (*_READING, _PIECES)}
+
+
+def _list_column(rows: Sequence[Sequence[Sequence[Any]]], kind: pa.DataType) -> pa.Array:
+    """Return a column of lists, of which each joins the lists of a row."""
+    import numpy as np
+    import pyarrow as pa
+
+    offsets = list(accumulate((sum(map(len, row)) for row in rows), initial=0))
+    parts = [part for row in rows for part in row if len(part)]
+    if not parts:
+        values = pa.array([], kind)
+    elif pa.types.is_string(kind):
+        values = pa.array([text for part in parts for text in part], kind)
+    else:
+        values = pa.array(np.concatenate(parts, dtype=kind.to_pandas_dtype(), casting="unsafe"), kind)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+
+
+def _row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
+    """Return the other columns of an episode."""
+    episode, task = record.episodes[e], record.task
+    root = episode.trajectories[0]
+    prompt = (
+        task.prompt
+        if isinstance(task.prompt, str)
+        else "\n\n".join(f"{m['role']}: {m['content']}" for m in task.prompt)
+    )
+    group = {
+        "task": task,
+        "assigned": record.assigned,
+        "parts": record.parts,
+        "columns": {signal: [len(row) for row in rows] for signal, rows in record.columns.items()},
+    }
+    session = {"episode": episode, "readings": _sizes(record.readings[e]) if record.readings else None}
+    return {
+        "step": record.step,
+        "group_id": record.group_id,
+        "permit_version": record.permit_version,
+        "episode": e,
+        "num_tokens": sum(len(turn.output_ids) for t in episode.trajectories for turn in t.turns),
+        "reward": None if root.reward is None else float(root.reward),
+        "advantage": record.advantages[e][0],
+        "task_id": task.id,
+        "source": task.source,
+        "policy": record.policy,
+        "replica": record.replica,
+        "outcome": root.outcome.kind.value,
+        "reason": root.outcome.reason,
+        "prompt": prompt,
+        "text": "\n\n".join(turn.text for turn in root.turns),
+        "task": "" if e else _json(group),
+        "session": _json(session),
+    }
+
+
+def _sizes(reading: EpisodeReading) -> list[list[dict[str, Any]]]:
+    """Return a reading with the length of each of its lists."""
+    names = [f.name for f in fields(TokenStats)]
+
+    def sizes(stats: TokenStats) -> dict[str, Any]:
+        values = ((name, getattr(stats, name)) for name in names)
+        return {name: value if isinstance(value, str) else len(value) for name, value in values}
+
+    return [[sizes(stats) for stats in of_t] for of_t in reading]
+
+
+def _json(value: object) -> str:
+    """Encode as JSON, with the length of each array in its place."""
+    return orjson.dumps(value, default=lambda v: len(v) if isinstance(v, NumberArray) else as_plain(v)).decode()
+
+
+# --------------------------------------------------------------------------------------------------------------- read
+
+
+def read_rollouts(path: Path) -> list[RolloutRecord]:
+    """Read a file of rollouts of any version. Raises `DataError` if it is none, or damaged."""
+    file = open_rollouts(path)
+    return [file.record(place) for place in range(len(file.group_ids))]
+
+
+def open_rollouts(path: Path) -> RolloutTable | RolloutLines:
+    """Open a file of rollouts of any version. Raises `DataError` if it is none, and `OSError`."""
+    return RolloutLines(path) if path.suffix == ".jsonl" else RolloutTable(path)
+
+
+class RolloutLines:
+    """A file of an earlier version, with one line of JSON per group."""
+
+    _HEAD = re.compile(rb'\{"step":\d+,"group_id":(\d+),')
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lines = path, path.read_bytes().splitlines()
+        heads = (self._HEAD.match(line) for line in self._lines)
+        self.group_ids = [int(head[1]) if head else None for head in heads]
+        """By place in the file; None for a line that is no record."""
+
+    def record(self, place: int) -> RolloutRecord:
+        """Decode the group at a place. Raises `DataError`."""
+        return rollout_of(self._lines[place], f"{self._path}:{place + 1}")
+
+
+class RolloutTable:
+    """A Parquet file of rollouts, of which only the groups that are asked for are decoded."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._path = path
+        try:
+            self._file = pq.ParquetFile(
+                BytesIO(path.read_bytes()), read_dictionary=[f"{_PIECES}.list.element"], page_checksum_verification=True
+            )
+        except pa.ArrowException as error:
+            raise self._problem(error) from error
+        metadata = self._file.metadata
+        self._format = int((metadata.metadata or {}).get(_FORMAT, 0))
+        if not 3 <= self._format <= ROLLOUT_FORMAT:
+            raise DataError(f"{path}: not a file of rollouts of this version of rlsys: its format is {self._format}")
+        groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
+        at = self._file.schema_arrow.get_field_index("group_id")
+        self.group_ids = [group.column(at).statistics.min for group in groups]
+        """By place in the file."""
+
+    def record(self, place: int) -> RolloutRecord:
+        """Decode the group at a place. Raises `DataError`."""
+        import pyarrow as pa
+
+        try:
+            return _record(self._file.read_row_group(place), self._format)
+        except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+            raise self._problem(error) from error
+
+    def _problem(self, error: Exception) -> DataError:
+        return DataError(f"{self._path}: not a file of rollouts of this version of rlsys, or damaged: {error!r}")
+
+
+def _record(rows: pa.Table, record_v: int) -> RolloutRecord:
+    """Return the group of these rows."""
+    first = {name: rows[name][0].as_py() for name in ("step", "group_id", "permit_version", "policy", "replica")}
+    group = orjson.loads(rows["task"][0].as_py())
+    sessions = [orjson.loads(text) for text in rows["session"].to_pylist()]
+    lists = {name: _Reader(rows[name], kind) for name, kind in (*_TURN.items(), *_READING.items())}
+    pieces = rows[_PIECES].combine_chunks().values.to_pylist()
+    place = 0
+    for session in sessions:
+        for trajectory in session["episode"]["trajectories"]:
+            for turn in trajectory["turns"]:
+                turn |= {name: lists[name].take(turn[name]) for name in _TURN}
+    readings = []
+    for session in sessions if sessions[0]["readings"] is not None else ():
+        of_episode = []
+        for of_t in session["readings"]:
+            of_trajectory = []
+            for sizes in of_t:
+                end = place + sizes[_PIECES]
+                own = {name: lists[name].take(sizes[name]) for name in _READING}
+                of_trajectory.append(TokenStats(said=sizes["said"], pieces=tuple(pieces[place:end]), **own))
+                place = end
+            of_episode.append(tuple(of_trajectory))
+        readings.append(tuple(of_episode))
+    columns = {}
+    for signal, lengths in group["columns"].items():
+        column = _Reader(rows[_SIGNAL + signal], FloatArray)
+        columns[signal] = tuple(column.take(length) for length in lengths)
+    return RolloutRecord(
+        **first,
+        task=decoder_of(Task)(group["task"]),
+        episodes=tuple(decoder_of(Episode)(session["episode"]) for session in sessions),
+        assigned=tuple(map(decoder_of(TrajectoryAdvantage), group["assigned"])),
+        parts=tuple(group["parts"]),
+        columns=columns,
+        readings=tuple(readings),
+        record_v=record_v,
+    )
+
+
+class _Reader:
+    """Takes one array after the other from a column of lists."""
+
+    def __init__(self, column: pa.ChunkedArray, kind: type[NumberArray]) -> None:
+        values = column.combine_chunks().values
+        self._all, self._at = kind.over(values.to_numpy(zero_copy_only=False)), 0
+
+    def take(self, size: int) -> NumberArray:
+        self._at += size
+        found = self._all[self._at - size : self._at]
+        if len(found) != size:
+            raise ValueError(f"a list of {size} numbers has {len(found)}")
+        return found

@@ -1,0 +1,68 @@
+"""The rollout recorder: writes the rollouts of trained steps in a process of its own, beside the next steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from rlsys.algorithm import TrajectoryAdvantage
+from rlsys.errors import CheckpointError
+from rlsys.replay.rollout_files import write_rollouts
+from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.types import Group, Task
+from rlsys.util.deadlines import remote
+from workers.ray.remote_proxy import Parcel
+from workers.text.tokenizer import TextTokenizer
+from workers.train.token_columns import Reader, Speller, TokenColumns
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """One group to write."""
+
+    place: int
+    """Its index in the step."""
+    task: Task
+    group: Group
+    """Without payload and columns."""
+    assigned: Sequence[TrajectoryAdvantage]
+
+
+class RolloutRecorder:
+    """Writes files of rollouts for one policy."""
+
+    def __init__(self, model_path: str) -> None:
+        """`model_path` has the tokenizer that spells tokens."""
+        self._speller = Speller(TextTokenizer.load(model_path).spell)
+
+    @remote("writing {path.name}")
+    def write(
+        self,
+        path: Path,
+        step: int,
+        trained: Sequence[TrainedGroup],
+        signals: Sequence[str],
+        parcel: Parcel,
+        *columns: list[TokenColumns],
+    ) -> None:
+        """Write groups of a step. `parcel` has their payloads, then their columns of each of `signals`; `columns` are
+        the per-token results of all ranks.
+
+        Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
+        """
+        opened, size = parcel.open(), len(trained)
+        reader = Reader(chain(*columns), self._speller)
+        payloads, *rows = [opened[i : i + size] for i in range(0, len(opened), size)]
+
+        def records() -> Iterator[RolloutRecord]:
+            for i, own in enumerate(trained):
+                record = RolloutRecord.of(step, own.task, own.group, payloads[i], own.assigned)
+                by_signal = {signal: tuple(row[i]) for signal, row in zip(signals, rows, strict=True)}
+                yield replace(record, columns=by_signal, readings=reader.read(own.place, record))
+
+        try:
+            write_rollouts(path, records())
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
