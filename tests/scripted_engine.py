@@ -16,7 +16,7 @@ from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion
 from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import Completion, ModelShapes, Request, check_weights
-from workers.engines.stepping import EngineJob, RequestLimits
+from workers.engines.stepping import EngineJob, RequestLimits, progress_of
 from workers.transport.checksums import checksum_of, spec_of
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class ScriptedEngine:
         for job in [job for job in self._jobs if job.request.id == request_id]:
             self._finish(job, "abort")
 
-    async def progress(self) -> Mapping[str, Completion]:
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
         self._check_open()
-        return {job.request.id: job.completion(None) for job in self._jobs if job.output_ids}
+        return progress_of(self._jobs, known)
 
     async def pause(self) -> None:
         self._check_open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -23,7 +23,7 @@ from workers.relay.relay_pool import RayRelays
 from workers.reward.replica_rewards import ReplicaRewards
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.rollout.generator import WeightChange
-from workers.rollout.partial_responses import Partials
+from workers.rollout.partial_responses import Partials, RolloutRelay
 from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
 from workers.rollout.session_host import SessionHost
@@ -101,8 +101,6 @@ class WorkerSet:
     rollouts: RolloutPool
     rewards: RewardPool | ReplicaRewards
     evaluation: PinnedRolloutPool | None = None
-    partials: Mapping[str, Remote[Partials]] = field(default_factory=dict)
-    """By name of the trained policy."""
     hosts: Sequence[Remote[SessionHost]] = ()
 
     @classmethod
@@ -110,7 +108,7 @@ class WorkerSet:
         """Start all workers; they load in parallel."""
         lines = {name: PolicyWorkers.of(own, name) for name, own in (config.trained or {POLICY: config}).items()}
         relays = {name: line.relays for name, line in lines.items()}
-        partials = {name: start_partials(name if config.policies else "") for name in lines}
+        partials = {name: partials_of(config, line.relays) for name, line in lines.items()}
         rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
         hosts = start_hosts(config)
         return cls(
@@ -118,7 +116,6 @@ class WorkerSet:
             start_rollouts(config, relays, partials, hosts),
             rewards,
             start_evaluation(config, relays[POLICY]) if config.eval.every else None,
-            partials,
             hosts,
         )
 
@@ -173,12 +170,10 @@ class WorkerSet:
         await asyncio.gather(*(worker.close() for worker in self._handles()))
         for line in self.lines.values():
             line.relays.close()
-        for partials in self.partials.values():
-            partials.kill()
         await asyncio.gather(*(host.end() for host in self.hosts))
 
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
-        """Handles of all workers except the relays and the partial responses."""
+        """Handles of all workers except the relays."""
         own = [handle for line in self.lines.values() for handle in (line.actor, line.critic, line.reference)]
         rewards = self.rewards if isinstance(self.rewards, RewardPool) else None
         return [handle for handle in (*own, self.rollouts, rewards, self.evaluation) if handle is not None]
@@ -187,15 +182,13 @@ class WorkerSet:
 def _relays(config: Config) -> RayRelays:
     """Start the relays of a policy. Replicas that wait for the first version know its size from the model's files."""
     num_bytes = 0 if config.train.lora else weight_bytes(config.model.path)
-    return RayRelays.start(config.limits.transfer_s, num_bytes=num_bytes)
+    return RayRelays.start(config.limits.transfer_s, RolloutRelay, num_bytes=num_bytes)
 
 
-def start_partials(policy: str = "") -> Remote[Partials]:
-    """Start the partial response pool on the driver's node, one of several if `policy` is given. Ray restarts it if it
-    dies, and its content is lost."""
-    here, *_ = node_ids()
-    name = f"partials of {policy}" if policy else "partials"
-    return start(Partials, name, Partials, NO_MATHS, ANSWER_S, place=here, restarts=True)
+def partials_of(config: Config, relays: RayRelays) -> list[Remote[Partials]]:
+    """Return the parts of the pool of partial responses of a policy, one at each of its relays; none if it is off."""
+    parts = [relay.at(Partials, "partials").within(ANSWER_S) for relay in relays.members]
+    return parts if config.rollout.partial_responses else []
 
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
@@ -304,7 +297,7 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
 def start_rollouts(
     config: Config,
     relays: Mapping[str, RayRelays],
-    partials: Mapping[str, Remote[Partials]] | None = None,
+    partials: Mapping[str, Sequence[Remote[Partials]]] | None = None,
     hosts: Sequence[Remote[SessionHost]] = (),
 ) -> RolloutPool:
     """Start the rollout replicas for training; `relays` are those of the trained policies.
@@ -354,7 +347,7 @@ def _replicas(
     config: Config,
     generators: Mapping[str, GeneratorSpec],
     relays: Mapping[str, RayRelays],
-    partials: Mapping[str, Remote[Partials]] | None = None,
+    partials: Mapping[str, Sequence[Remote[Partials]]] | None = None,
     hosts: Sequence[Remote[SessionHost]] = (),
     *,
     evaluates: bool = False,

@@ -279,6 +279,9 @@ class RolloutSection(Section):
     old weights; running sequences end on the old ones, and new ones start at once; in vLLM only adapters (train.lora).
     A turn then has one version, while a trajectory may mix versions from turn to turn; the bound on staleness
     applies."""
+    partial_responses: bool = True
+    """Keep the tokens of unfinished groups outside their replica, so that a group goes on from them if the replica
+    dies."""
     resident_versions: Annotated[int, Field(ge=2)] | None = None
     """Most sets of weights in one replica with weight_change `beside`; a further set waits until no sequence runs on
     the oldest. None: 2."""

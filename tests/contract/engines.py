@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from rlsys.config.lora_section import LoraSection
-from rlsys.types import PolicyVersion, Sampling
+from rlsys.types import PolicyVersion, Sampling, VersionSpan
 from tests.scripted_engine import ScriptedEngine
-from workers.engines.engine import Completion, Engine, EngineSpec, Request, spans_of
+from workers.engines.engine import Completion, Engine, EngineSpec, Request
 from workers.engines.local import LocalEngine
 from workers.train.lora import adapter_of, add_adapter, published
 
@@ -277,7 +277,7 @@ async def turns(count: int) -> None:
 
 def head(whole: Completion, num_tokens: int) -> Completion:
     """The first tokens of a completion of one version, as if it had been cut there."""
-    spans = spans_of([whole.versions[0].version] * num_tokens)
+    spans = (VersionSpan(whole.versions[0].version, num_tokens),)
     return Completion(whole.output_ids[:num_tokens], whole.logprobs[:num_tokens], spans, "abort")
 
 

@@ -147,16 +147,19 @@ def test_close_ends_every_call_and_leaves_no_thread_behind(kit: Kit) -> None:
     assert psutil.Process().children(recursive=True) == processes
 
 
+EVERYTHING = dict.fromkeys(["a", "r0", "r1", "r2", "waits"], 0)
+
+
 def test_progress_contains_prefix_and_sampled_tokens_of_running_requests(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
-        assert await engine.progress() == {}
+        assert await engine.progress(EVERYTHING) == {}
         whole = [await engine.generate(ask(new=60, seed=i, temperature=0.0)) for i in range(3)]
         begun = [None, None, head(whole[2], 5)]
         requests = [ask(f"r{i}", new=60, seed=i, begun=begun[i], temperature=0.0) for i in range(3)]
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0)
         await pause_after(engine, 12)
-        while len(progress := await engine.progress()) < 3:
+        while len(progress := await engine.progress(EVERYTHING)) < 3:
             await engine.resume()
             await pause_after(engine, 1)
         for i in range(3):
@@ -164,12 +167,16 @@ def test_progress_contains_prefix_and_sampled_tokens_of_running_requests(kit: Ki
             count = len(done.output_ids)
             assert (6 if i == 2 else 1) <= count < 60
             assert done == replace(head(whole[i], count), finish=None)
+        for known in (2, 5, 6):
+            later = await engine.progress({"r2": known})
+            assert later == {"r2": progress["r2"].since(known)}
+        assert await engine.progress({"r2": len(progress["r2"].output_ids), "other": 0}) == {}
         waiting = asyncio.create_task(engine.generate(ask("waits", begun=head(whole[0], 5))))
         await asyncio.sleep(0)
-        assert await engine.progress() == progress
+        assert await engine.progress(EVERYTHING) == progress
         await engine.resume()
         await asyncio.gather(waiting, *tasks)
-        assert await engine.progress() == {}
+        assert await engine.progress(EVERYTHING) == {}
 
     run(kit, scenario)
 
@@ -179,12 +186,12 @@ def test_progress_marks_the_versions_of_its_tokens(kit: Kit) -> None:
         task = asyncio.create_task(engine.generate(ask(new=100)))
         await asyncio.sleep(0)
         await pause_after(engine, 4)
-        before = (await engine.progress())["a"]
+        before = (await engine.progress(EVERYTHING))["a"]
         await engine.load(4, kit.weights(1))
-        assert (await engine.progress())["a"] == before
+        assert (await engine.progress(EVERYTHING))["a"] == before
         await engine.resume()
         await pause_after(engine, 4)
-        after = (await engine.progress())["a"]
+        after = (await engine.progress(EVERYTHING))["a"]
         assert after.versions == (before.versions[0], VersionSpan(4, len(after.output_ids) - len(before.output_ids)))
         await engine.resume()
         assert (await task).output_ids[: len(after.output_ids)] == after.output_ids

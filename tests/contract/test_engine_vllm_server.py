@@ -184,7 +184,7 @@ def test_a_pause_keeps_what_arrived_and_greedy_tokens_are_unchanged(run) -> None
             await sampled(engine, 5)
             await engine.pause()
             num = engine.stats().num_tokens
-            assert (await engine.progress())["a"].output_ids if engine.stats().num_running else True
+            assert (await engine.progress({"a": 0}))["a"].output_ids if engine.stats().num_running else True
             await engine.resume()
             assert num >= 5
         return whole, await task
@@ -197,7 +197,7 @@ def test_an_abort_returns_what_was_sampled_and_it_can_be_continued(run) -> None:
     async def scenario(engine: VllmServerEngine) -> tuple[Completion, Completion]:
         task = asyncio.create_task(engine.generate(ask(new=900)))
         await sampled(engine, 5)
-        assert (await engine.progress())["a"].output_ids
+        assert (await engine.progress({"a": 0}))["a"].output_ids
         engine.abort("nobody")
         engine.abort("a")
         cut = await task

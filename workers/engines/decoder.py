@@ -256,14 +256,14 @@ class Decoder:
 
     def read(self, slots: Sequence[int]) -> list[EngineJob]:
         """The jobs in these slots, with all tokens sampled here."""
-        slots_S = self._tensor(slots)
-        counts = self._counts_S[slots_S].tolist()
-        rows_of_ids = self._output_ids[slots_S, : max(counts, default=0)].tolist()
-        rows_of_logprobs = self._logprobs[slots_S, : max(counts, default=0)].tolist()
-        jobs = [self.jobs[slot] for slot in slots]
-        for job, count, ids, logprobs in zip(jobs, counts, rows_of_ids, rows_of_logprobs, strict=True):
-            here = slice(job.request.num_begun, count)
-            job.output_ids, job.logprobs = ids[here], logprobs[here]
+        slots_S, jobs = self._tensor(slots), [self.jobs[slot] for slot in slots]
+        counts, known = self._counts_S[slots_S].tolist(), [job.num_tokens for job in jobs]
+        first, end = min(known, default=0), max(counts, default=0)
+        rows_of_ids = self._output_ids[slots_S, first:end].tolist()
+        rows_of_logprobs = self._logprobs[slots_S, first:end].tolist()
+        for job, start, count, ids, logprobs in zip(jobs, known, counts, rows_of_ids, rows_of_logprobs, strict=True):
+            job.output_ids += ids[start - first : count - first]
+            job.logprobs += logprobs[start - first : count - first]
         if self._recorder:
             for slot, job in zip(slots, jobs, strict=True):
                 if len(job.routing) < len(job.output_ids):

@@ -5,9 +5,10 @@ One contract suite (`tests/contract/test_engine*.py`) runs against every engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -83,23 +84,32 @@ class Completion:
 
     def since(self, num_tokens: int) -> Completion:
         """The part after the first `num_tokens` tokens."""
-        spans = spans_of(self._token_versions()[num_tokens:])
         ids, logprobs = self.output_ids[num_tokens:], self.logprobs[num_tokens:]
+        spans = spans_after(self.versions, num_tokens)
         return Completion(ids, logprobs, spans, self.finish, self.routing[num_tokens:], self.cache)
 
     def then(self, more: Completion) -> Completion:
         """This completion followed by `more`; it ends as `more` does."""
         ids, logprobs = self.output_ids + more.output_ids, self.logprobs + more.logprobs
-        spans = spans_of(self._token_versions() + more._token_versions())
+        spans = joined_spans((*self.versions, *more.versions))
         return Completion(ids, logprobs, spans, more.finish, self.routing + more.routing, more.cache)
 
-    def _token_versions(self) -> list[PolicyVersion]:
-        return [span.version for span in self.versions for _ in range(span.num_tokens)]
+
+def joined_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Join neighbouring spans of one version."""
+    runs = groupby(spans, key=attrgetter("version"))
+    joined = (VersionSpan(version, sum(span.num_tokens for span in run)) for version, run in runs)
+    return tuple(span for span in joined if span.num_tokens)
 
 
-def spans_of(versions: Sequence[PolicyVersion]) -> tuple[VersionSpan, ...]:
-    """Run-length encode the versions of consecutive tokens."""
-    return tuple(VersionSpan(version, len(list(run))) for version, run in groupby(versions))
+def spans_after(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Spans of the tokens after the first `num_tokens`."""
+    left = []
+    for span in spans:
+        num_cut = min(num_tokens, span.num_tokens)
+        num_tokens -= num_cut
+        left.append(VersionSpan(span.version, span.num_tokens - num_cut))
+    return joined_spans(left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +210,12 @@ class Engine(Protocol):
         With `keep_cache`, `Completion.cache` has the keys and values, if the engine supports it.
         """
 
-    async def progress(self) -> Mapping[str, Completion]:
-        """All tokens so far of every running request (with its `begun` tokens), by request id; finish None.
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
+        """What the running requests among `known` have sampled after their first `known[id]` tokens, by request id;
+        finish None. Those that they `begun` with count.
 
-        A consistent snapshot between two steps. Excludes requests that wait or have sampled nothing here.
+        A consistent snapshot between two steps. Excludes requests that wait, or have sampled nothing here or nothing
+        more.
         """
 
     async def pause(self) -> None:

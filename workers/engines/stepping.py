@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 from rlsys.errors import DeadlineExceeded, RlsysError, TaskTooLong, WorkerDied, WorkerError
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from rlsys.util import deadlines
-from workers.engines.engine import Completion, EngineSpec, Request
+from workers.engines.engine import Completion, EngineSpec, Request, spans_after
 from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
 
 T = TypeVar("T")
@@ -50,13 +50,37 @@ class EngineJob:
         """Version of its next token, once the job has a slot."""
         return self.marks[-1][1]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, the `begun` ones included."""
+        return self.request.num_begun + len(self.output_ids)
+
     def completion(self, finish: Literal["stop", "length", "abort"] | None, cache: object | None = None) -> Completion:
         """The `begun` tokens followed by those sampled here."""
-        marks = [*self.marks, (len(self.output_ids), 0)]
-        spans = (VersionSpan(version, end - start) for (start, version), (end, _) in pairwise(marks))
-        here = tuple(span for span in spans if span.num_tokens)
-        sampled = Completion(tuple(self.output_ids), tuple(self.logprobs), here, finish, tuple(self.routing), cache)
+        sampled = self._sampled(0, finish, cache)
         return self.request.begun.then(sampled) if self.request.begun else sampled
+
+    def since(self, num_tokens: int) -> Completion:
+        """What follows the first `num_tokens` tokens of a running request. It costs what is new."""
+        begun, num_here = self.request.begun, num_tokens - self.request.num_begun
+        if begun and num_here < 0:
+            return begun.since(num_tokens).then(self._sampled(0, None))
+        return self._sampled(num_here, None)
+
+    def _sampled(
+        self, start: int, finish: Literal["stop", "length", "abort"] | None, cache: object | None = None
+    ) -> Completion:
+        """What was sampled here, from the token `start` on."""
+        marks = [*self.marks, (len(self.output_ids), 0)]
+        spans = (VersionSpan(version, end - begin) for (begin, version), (end, _) in pairwise(marks))
+        ids, logprobs = tuple(self.output_ids[start:]), tuple(self.logprobs[start:])
+        return Completion(ids, logprobs, spans_after(spans, start), finish, tuple(self.routing[start:]), cache)
+
+
+def progress_of(jobs: Iterable[EngineJob], known: Mapping[str, int]) -> Mapping[str, Completion]:
+    """See `Engine.progress`."""
+    asked = ((job, known[job.request.id]) for job in jobs if job.request.id in known)
+    return {job.request.id: job.since(num) for job, num in asked if job.output_ids and job.num_tokens > num}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,8 +193,8 @@ class SteppingEngine(ABC):
         with suppress(WorkerError):
             self._post(partial(self._abort, lambda job: job.request.id == request_id, keep_cache=keep_cache))
 
-    async def progress(self) -> Mapping[str, Completion]:
-        return await self._ask("reporting progress", self._report)
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
+        return await self._ask("reporting progress", partial(self._report, known))
 
     async def pause(self) -> None:
         await self._ask("pausing", partial(self._set_paused, True))
@@ -274,8 +298,8 @@ class SteppingEngine(ABC):
             self._answer(job.future, job.completion("abort", begun.cache if begun and keep_cache else None))
         self._cut(is_meant, keep_cache=keep_cache)
 
-    def _report(self) -> Mapping[str, Completion]:
-        return {job.request.id: job.completion(None) for job in self._running() if job.output_ids}
+    def _report(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
+        return progress_of(self._running(), known)
 
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused

@@ -29,7 +29,7 @@ from rlsys.types import EngineStats, PolicyVersion, Sampling
 from rlsys.util.seeds import continuation_seed
 from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import Completion, EngineSpec, ModelShapes, Request, ServerSpec, check_weights
-from workers.engines.stepping import EngineJob, RequestLimits
+from workers.engines.stepping import EngineJob, RequestLimits, progress_of
 from workers.engines.stop_texts import StopTexts
 from workers.engines.vllm_layout import PartSum, summed
 from workers.train.model_loading import outline
@@ -179,9 +179,9 @@ class VllmServerEngine:
             self._answer(job, job.completion("abort", cache))
             self._jobs.pop(job).cancel()
 
-    async def progress(self) -> Mapping[str, Completion]:
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
         self._check_open("reporting progress")
-        return {job.request.id: job.completion(None) for job in self._running if job.output_ids}
+        return progress_of(self._running, known)
 
     async def pause(self) -> None:
         """See `Engine.pause`. The server aborts every request; those tokens of which arrived are kept."""

@@ -114,7 +114,7 @@ class Generator:
             return
         oldest, newest = (version, None) if self._change.when == "inflight" else (held.version, held.version)
         with suppress(WorkerError):  # without the pool, the group starts from scratch
-            kept = await self._recorder.store.recall(policy.ticket.group_id)
+            kept = await self._recorder.store(policy.ticket.group_id).recall(policy.ticket.group_id)
             policy.recalled = usable(kept, self._acknowledged, oldest, newest)
 
     async def end(self, policy: GroupRoute, *, is_again: bool, keep_partials: bool) -> None:
@@ -124,7 +124,7 @@ class Generator:
             await _evict(place, policy.ticket)
         if self._recorder and not keep_partials and (is_again or self._recorder.is_due(policy.since_s)):
             with suppress(WorkerError):
-                await self._recorder.store.forget(policy.ticket)
+                await self._recorder.store(policy.ticket.group_id).forget(policy.ticket)
 
     async def vouched(self, policy: GroupRoute, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
         """The acknowledgements of these versions of the group's tokens. Waits for a weight change under way; unblocked
@@ -256,7 +256,7 @@ class Generator:
     @remote("reporting what is sampled")
     async def sampled_so_far(self, request_id: str) -> tuple[int, ...]:
         """Tokens of a running request on this engine; none if it does not run here."""
-        done = (await self._engine.progress()).get(request_id)
+        done = (await self._engine.progress({request_id: 0})).get(request_id)
         return done.output_ids if done else ()
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], PolicyVersion]:

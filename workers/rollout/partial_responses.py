@@ -10,14 +10,17 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged, PolicyVersion
 from rlsys.util.deadlines import remote
-from workers.engines.engine import Completion, Engine
+from rlsys.weight_sync.relay import Relay
+from workers.engines.engine import Completion, Engine, joined_spans
 from workers.rollout.group_route import EngineStay, Ticket
 
+P = TypeVar("P")
 ENDED_KEPT = 10_000
 """Number of recently ended attempts to remember. Their late notes are ignored: a note may arrive after `forget`."""
 
@@ -46,11 +49,40 @@ class Partial:
     """The replica's acknowledgement of every version in `done`."""
 
 
+class _Pieces:
+    """The notes of one request, which `whole` joins: keeping one costs what is new in it."""
+
+    def __init__(self, first: Partial) -> None:
+        self._parts = [first]
+        self.num_tokens = len(first.done.output_ids)
+
+    def add(self, more: Partial) -> None:
+        self._parts.append(more)
+        self.num_tokens += len(more.done.output_ids)
+
+    @property
+    def newest_version(self) -> PolicyVersion | None:
+        return max((span.version for part in self._parts for span in part.done.versions), default=None)
+
+    def whole(self) -> Partial:
+        first, last = self._parts[0], self._parts[-1].done
+        parts = [part.done for part in self._parts]
+        done = Completion(
+            tuple(token for part in parts for token in part.output_ids),
+            tuple(logprob for part in parts for logprob in part.logprobs),
+            joined_spans(span for part in parts for span in part.versions),
+            last.finish,
+            tuple(place for part in parts for place in part.routing),
+            last.cache,
+        )
+        return Partial(first.prompt_ids, done, tuple(dict.fromkeys(a for part in self._parts for a in part.weights)))
+
+
 class Partials:
     """Tokens sampled by unfinished groups. Called from another process, every method may raise `WorkerError`."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, dict[int, Partial]] = {}
+        self._kept: dict[int, dict[int, _Pieces]] = {}
         self._ended: dict[Ticket, None] = {}
 
     @remote("keeping what was sampled")
@@ -63,25 +95,24 @@ class Partials:
             return True
         requests = self._kept.setdefault(note.ticket.group_id, {})
         if note.num_before == 0:
-            requests[note.seed] = note.more
+            requests[note.seed] = _Pieces(note.more)
             return True
         known = requests.get(note.seed)
-        if known is None or len(known.done.output_ids) != note.num_before:
+        if known is None or known.num_tokens != note.num_before:
             return False
-        weights = tuple(dict.fromkeys([*known.weights, *note.more.weights]))
-        requests[note.seed] = replace(known, done=known.done.then(note.more.done), weights=weights)
+        known.add(note.more)
         return True
 
     @remote("recalling a group")
     async def recall(self, group_id: int) -> Mapping[int, Partial]:
         """The kept tokens of a group, by the seed of each request."""
-        return dict(self._kept.get(group_id, {}))
+        return {seed: kept.whole() for seed, kept in self._kept.get(group_id, {}).items()}
 
     @remote("recalling a group's version")
     async def version(self, group_id: int) -> PolicyVersion | None:
         """The newest version in the kept tokens of a group; None if there are none."""
-        spans = [span for partial in self._kept.get(group_id, {}).values() for span in partial.done.versions]
-        return max((span.version for span in spans), default=None)
+        newest = (kept.newest_version for kept in self._kept.get(group_id, {}).values())
+        return max((version for version in newest if version is not None), default=None)
 
     @remote("forgetting a group")
     async def forget(self, ticket: Ticket) -> None:
@@ -112,12 +143,26 @@ def usable(
     return {seed: partial for seed, partial in partials.items() if fits(partial)}
 
 
-class PartialStream:
-    """Connection of one replica to the pool. Without the pool, reissued groups start from scratch."""
+class RolloutRelay(Relay):
+    """A relay whose process also keeps partial responses."""
 
-    def __init__(self, store: Partials, period_s: float = 1.0) -> None:
-        """`period_s`: seconds between two rounds. Groups that end within one period are not recorded."""
-        self.store, self._period_s = store, period_s
+    def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401  (those of a relay)
+        super().__init__(*args, **named)
+        self.partials = Partials()
+
+
+class PartialStream:
+    """Connection of one replica to the pool, which has several parts. Without the pool, reissued groups start from
+    scratch."""
+
+    def __init__(self, stores: Sequence[Partials], period_s: float = 1.0) -> None:
+        """`stores` are all parts, in the same order for every replica. `period_s`: seconds between two rounds. Groups
+        that end within one period are not recorded."""
+        self._stores, self._period_s = stores, period_s
+
+    def store(self, group_id: int) -> Partials:
+        """The part that keeps a group."""
+        return part_of(self._stores, group_id)
 
     async def run(
         self, engine: Engine, stays: Mapping[Ticket, EngineStay], weights: Mapping[PolicyVersion, Acknowledged]
@@ -128,7 +173,7 @@ class PartialStream:
         """
         while True:
             await asyncio.sleep(self._period_s)
-            with suppress(WorkerError):  # the pool or the engine has died; the next round sends everything again
+            with suppress(WorkerError):  # the engine has died, or a part of the pool: the next round tries again
                 await self.note(engine, stays.values(), weights)
 
     async def note(
@@ -136,37 +181,52 @@ class PartialStream:
     ) -> None:
         """Send one round: all new tokens of groups that are older than the period.
 
-        `weights` are the replica's acknowledgements. Tokens of other versions are left for a later round.
+        `weights` are the replica's acknowledgements. Tokens of other versions are left for a later round. Raises
+        `WorkerError` once all parts were tried, if one failed.
         """
         stays = [stay for stay in here if self.is_due(stay.since_s)]
-        progress = await engine.progress() if any(stay.running for stay in stays) else {}
-        notes = [(stay, done, note) for stay in stays for done, note in _notes(stay, progress, weights)]
-        if not notes:
-            return
-        unknown = set(await self.store.record([note for _, _, note in notes]))
-        for stay, done, note in notes:
+        known = {i: stay.noted.get(request.seed, 0) for stay in stays for i, request in stay.running.items()}
+        progress = await engine.progress(known) if known else {}
+        by_part: dict[int, list[tuple[EngineStay, Note]]] = {}
+        for stay in stays:
+            if notes := _notes(stay, progress, weights):
+                by_part.setdefault(stay.ticket.group_id % len(self._stores), []).extend((stay, n) for n in notes)
+        sent = (self._send(self._stores[part], notes) for part, notes in by_part.items())
+        for failure in await asyncio.gather(*sent, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    async def _send(self, store: Partials, notes: Sequence[tuple[EngineStay, Note]]) -> None:
+        unknown = set(await store.record([note for _, note in notes]))
+        for stay, note in notes:
             if (note.ticket.group_id, note.seed) in unknown:
                 stay.noted.pop(note.seed, None)
                 continue
-            stay.noted[note.seed] = len(done.output_ids)
-            stay.finished = [(request, other) for request, other in stay.finished if other is not done]
+            stay.noted[note.seed] = note.num_before + len(note.more.done.output_ids)
+            if note.more.done.finish:
+                stay.finished = [(request, done) for request, done in stay.finished if request.seed != note.seed]
 
     def is_due(self, since_s: float) -> bool:
         """True if a group with this start (monotonic clock) is old enough to be recorded."""
         return time.monotonic() - since_s >= self._period_s
 
 
+def part_of(stores: Sequence[P], group_id: int) -> P:
+    """The part of a pool that keeps a group."""
+    return stores[group_id % len(stores)]
+
+
 def _notes(
     stay: EngineStay, progress: Mapping[str, Completion], weights: Mapping[PolicyVersion, Acknowledged]
-) -> list[tuple[Completion, Note]]:
-    """New tokens of one group: each completion so far, and its note."""
+) -> list[Note]:
+    """New tokens of one group."""
     notes = []
+    ended = [(request, done.since(stay.noted.get(request.seed, 0))) for request, done in stay.finished]
     going_on = [(request, progress[i]) for i, request in stay.running.items() if i in progress]
-    for request, done in [*stay.finished, *going_on]:
+    for request, done in [*ended, *going_on]:
         num_before = stay.noted.get(request.seed, 0)
-        is_known = all(span.version in weights for span in done.versions)
-        if is_known and (done.finish or len(done.output_ids) > num_before):
+        if all(span.version in weights for span in done.versions):
             held = tuple(weights[span.version] for span in done.versions)
-            more = Partial(() if num_before else request.prompt_ids, done.since(num_before), held)
-            notes.append((done, Note(stay.ticket, request.seed, num_before, more)))
+            more = Partial(() if num_before else request.prompt_ids, done, held)
+            notes.append(Note(stay.ticket, request.seed, num_before, more))
     return notes

@@ -122,7 +122,7 @@ def test_progress_leaves_out_what_has_sampled_nothing() -> None:
         call = asyncio.create_task(engine.generate(ask("a")))
         await asyncio.to_thread(stepped.wait)
         assert engine.jobs
-        progress = await engine.progress()
+        progress = await engine.progress({"a": 0})
         await engine.close()
         await asyncio.gather(call, return_exceptions=True)
         return progress
