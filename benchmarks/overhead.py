@@ -8,7 +8,7 @@ ranks computed, each by the worker's clock. A line through the medians of both s
 of a step) and `ms_per_group` (the cost of each group). They contain Ray's calls, the queue, planning, metrics,
 transferring 1.7 MB of weights, verifying them, and waking up. `driver_cpu_share` is the driver's CPU time over the wall
 time, at 32 groups. `start_up_s` is the time from the command to the end of the first step, `start_up_breakdown_s` the
-same by phase.
+same by phase. The figures of `benchmarks.payloads` are part of the result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
+from benchmarks import payloads
 from benchmarks.measure import Size, in_turn, parser_of, print_result, sorter, spreads, train
 
 SIZES = (8, 32)
@@ -44,6 +45,7 @@ def main() -> None:
             "start_up_breakdown_s": {
                 phase: runs[sizes[-1]][-1][phase] for phase in (*PHASES, "rest_of_start_up", "first_step")
             },
+            **payloads.figures(size),
         }
     )
 

@@ -6,7 +6,7 @@
 buffers outside of the pickle, over that of numpy arrays with the same numbers. `record_stall` is what recording 1
 million tokens takes from the learner, copying a rank's numbers for the recorder, over a step of one minute, and
 `record_s` is the recorder's time to write them. `partials_growth` is the cost per token of noting what replies sample
-while they grow from 29,000 to 30,000 tokens, over that from 0 to 1,000, in the pool and in the engine's report together.
+while they grow from 29,000 to 30,000 tokens, over that from 0 to 1,000, in the pool and in the engine's report.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from benchmarks.measure import Size, in_turn, parser_of, print_result, spreads
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.types import Acknowledged, Episode, Group, Task, Trajectory, Turn, VersionSpan
-from workers.engines.engine import Request
+from workers.engines.engine import Completion, Request
 from workers.engines.stepping import EngineJob, progress_of
 from workers.rollout.group_route import EngineStay, Ticket
 from workers.rollout.partial_responses import Partials, PartialStream
@@ -38,12 +38,16 @@ PIECE = 100
 
 
 def main() -> None:
-    """Measure each part in turn, and print the result line."""
-    size: Size = parser_of(__doc__, quick="fewer repeats; under a minute").parse_args().size
+    """Measure all parts, and print the result line."""
+    print_result(figures(parser_of(__doc__, quick="fewer repeats; under a minute").parse_args().size))
+
+
+def figures(size: Size) -> Mapping[str, Mapping[str, float]]:
+    """Measure each part in turn."""
     repeats = {"full": 5, "quick": 3, "short": 1}[size]
     parts: Sequence[Callable[[Size], Mapping[str, float]]] = (payload_pickle, recording, partials)
     runs = in_turn(repeats, range(len(parts)), lambda _, part: parts[part](size))
-    print_result({name: spread for rows in runs.values() for name, spread in spreads(rows).items()})
+    return {name: spread for rows in runs.values() for name, spread in spreads(rows).items()}
 
 
 def episodes(num_tokens: int, seed: int = 0) -> tuple[Episode, ...]:
@@ -107,9 +111,9 @@ def recording(size: Size) -> Mapping[str, float]:
     stall_s = time.perf_counter() - began
     reader = Reader(copied, Speller(lambda ids: "".join(f" {token}" for token in ids)))
 
-    def record(place: int) -> Any:
+    def record(place: int) -> RolloutRecord:
         record = RolloutRecord.of(1, task, group_of(place, payloads[place]), payloads[place], ())
-        return replace_readings(record, reader.read(place, record))
+        return replace(record, readings=reader.read(place, record))
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -118,12 +122,6 @@ def recording(size: Size) -> Mapping[str, float]:
         record_s, num_bytes = time.perf_counter() - began, path.stat().st_size
     total = num_tokens * num_groups * GROUP
     return {"record_stall": stall_s / STEP_S, "record_s": record_s, "record_bytes_per_token": num_bytes / total}
-
-
-def replace_readings(record: Any, readings: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(record, readings=readings)
 
 
 def group_of(group_id: int, payload: tuple[Episode, ...]) -> Group:
@@ -144,7 +142,7 @@ def partials(size: Size) -> Mapping[str, float]:
     weights = {3: Acknowledged("r", 3, "hash")}
 
     class Engine:
-        async def progress(self, known: Mapping[str, int]) -> Any:
+        async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
             return progress_of([job], known)
 
     async def grown() -> dict[int, float]:

@@ -26,6 +26,7 @@ from rlsys.data.task_source import Tasks, TaskSource
 from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlsys.launch.config_history import keep_earlier
+from rlsys.launch.passed_checks import PassedChecks
 from rlsys.launch.prompt_checks import check_prompts
 from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, newest_first, newest_whole, problem_of, step_of
 from rlsys.loop.remote_checkpoints import RemoteCheckpoints
@@ -143,14 +144,23 @@ def look_up(config: Config) -> Data:
     parts = training_tasks(config)
     data = Data(stream_of(config, parts), eval_sets(config) if config.eval.every else {})
     if config.ray.address is None:
+        texts = [(key_of(source), tasks) for source, tasks in parts.items()]
+        texts += [(f"eval.data.{name}", tasks) for name, tasks in data.eval.items()]
         for own in [config.of(name) for name in config.policies] or [config]:
-            for source, tasks in parts.items():
-                check_prompts(own, key_of(source), tasks)
-        for own in config.trained.values() or [config]:
-            check_architectures(own)
-        for name, tasks in data.eval.items():
-            check_prompts(config, f"eval.data.{name}", tasks)
+            _check_texts(own, texts, is_trained=not config.policies or own in config.trained.values())
     return data
+
+
+def _check_texts(config: Config, parts: Sequence[tuple[str, Sequence[Task]]], *, is_trained: bool) -> None:
+    """Check what a model reads, and whether it can be trained, unless that passed before."""
+    passed = PassedChecks(config, parts)
+    if passed.is_known:
+        return
+    for key, tasks in parts:
+        check_prompts(config, key, tasks)
+    if is_trained:
+        check_architectures(config)
+    passed.remember()
 
 
 def with_steps(config: Config) -> Config:

@@ -17,6 +17,10 @@ from benchmarks.measure import raylets
 from tests.processes import run_module
 
 ROOT = Path(__file__).parents[2]
+PAYLOADS = {
+    "payload_pickle_over_numpy", "payload_us", "record_stall", "record_s", "record_bytes_per_token", "partials_growth",
+    "partials_us_per_token",
+}  # fmt: skip
 KEYS = {
     "agents": {
         "speedup_batch", "speedup_lock_step", "streamed", "by_batch", "lock_step", "subagents", "routing", "prefix",
@@ -45,7 +49,9 @@ KEYS = {
     "losses": {"1k"},
     "overhead": {
         "ms_per_step", "ms_per_group", "overhead_ms", "driver_cpu_share", "start_up_s", "start_up_breakdown_s",
+        *PAYLOADS,
     },
+    "payloads": PAYLOADS,
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
     "relay": {"stall_over_memcpy", "stall_2_over_1", "freshness_s", "left_out", "deltas", "rows"},
     "session_hosts": {"in_replica_s", "in_host_s", "speedup", "speedups"},
