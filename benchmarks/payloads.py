@@ -39,7 +39,8 @@ PIECE = 100
 
 def main() -> None:
     """Measure all parts, and print the result line."""
-    print_result(figures(parser_of(__doc__, quick="fewer repeats; under a minute").parse_args().size))
+    size: Size = parser_of(__doc__, quick="fewer repeats; under a minute").parse_args().size
+    print_result(figures(size))
 
 
 def figures(size: Size) -> Mapping[str, Mapping[str, float]]:
@@ -88,7 +89,7 @@ def round_trip_s(value: object, times: int = 50) -> float:
 
 def recording(size: Size) -> Mapping[str, float]:
     """Time what the learner does for a file of rollouts, and what the recorder does."""
-    from rlsys.replay.rollout_files import write_rollouts
+    from rlsys.replay.recorded_rollouts import write_rollouts
     from rlsys.replay.rollout_log import RolloutRecord
     from workers.train.token_columns import Reader, Speller, TokenColumns
 

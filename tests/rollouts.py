@@ -10,7 +10,7 @@ import orjson
 import pyarrow.parquet as pq
 
 from rlsys.algorithm import TrajectoryAdvantage
-from rlsys.replay.rollout_files import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord, as_plain, rollout_of
 from rlsys.types import Episode, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
 

@@ -116,7 +116,13 @@ def mean_staleness(groups: Sequence[Group], version: PolicyVersion) -> float:
 
 def num_trained(group: Group, assigned: Sequence[TrajectoryAdvantage]) -> int:
     """Return the tokens of the group that are trained with these advantages."""
-    return sum(sample.meta.num_trained for sample in _samples(0, group, assigned))
+    given = {(a.episode, a.trajectory, a.sample) for a in assigned}
+    return sum(
+        meta.num_trained
+        for (e, t), trajectory in group.trajectories()
+        for s, meta in enumerate(trajectory.samples)
+        if (e, t, None) in given or (e, t, s) in given
+    )
 
 
 class _Sample(NamedTuple):

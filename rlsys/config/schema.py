@@ -312,7 +312,7 @@ class RolloutSection(Section):
     num_cpus: NonNegativeFloat = 1.0
     """CPUs Ray reserves for one replica."""
     num_gpus: NonNegativeFloat = 0.0
-    """GPUs Ray reserves for one replica."""
+    """GPUs Ray reserves for one replica; a replica without shards may have a part of one, e.g. 0.5."""
 
     @property
     def distribution(self) -> Distribution:
@@ -778,7 +778,7 @@ class Config(Section):
         if rollout.max_context_tokens is not None and rollout.max_context_tokens <= longest:
             text = f"should be more than data.max_prompt_tokens ({longest}): a reply comes after the prompt"
             problems.append((("max_context_tokens",), text))
-        if rollout.num_gpus and rollout.num_gpus < shards:
+        if shards > 1 and 0 < rollout.num_gpus < shards:
             problems.append((("num_gpus",), f"should be {shards}, one for each shard (rollout.tensor_parallel)"))
         if rollout.resident_versions is not None and not is_beside:
             text = f"needs weight_change beside: with {change} a replica keeps one version at a time"

@@ -12,7 +12,7 @@ from typing import NoReturn
 from rlsys.dashboard.folders import RunFolder, as_text
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.errors import DataError
-from rlsys.replay.rollout_files import RolloutLines, RolloutTable, open_rollouts, step_in
+from rlsys.replay.recorded_rollouts import RolloutLines, RolloutTable, open_rollouts, step_in
 from rlsys.replay.rollout_log import RolloutRecord
 
 _TICK_NS = 2_000_000_000

@@ -16,7 +16,7 @@ import orjson
 from rlsys.errors import DataError
 from rlsys.loop.checkpoint import newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
-from rlsys.replay.rollout_files import read_rollouts, rollout_path
+from rlsys.replay.recorded_rollouts import read_rollouts, rollout_path
 from rlsys.replay.rollout_log import RolloutRecord, decoder_of
 from rlsys.types import PolicyVersion
 

@@ -14,7 +14,7 @@ from rlsys.algorithm import Assigned, Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Published, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
-from rlsys.replay.rollout_files import write_rollouts
+from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.simulate.fake_pools import now
 from rlsys.types import Episode, Group, PolicyVersion, Ref, Task

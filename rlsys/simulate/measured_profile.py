@@ -19,7 +19,7 @@ import orjson
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted
-from rlsys.replay.rollout_files import read_rollouts, rollout_paths
+from rlsys.replay.recorded_rollouts import read_rollouts, rollout_paths
 from rlsys.replay.rollout_log import decoder_of
 from rlsys.types import Episode
 

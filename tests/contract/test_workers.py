@@ -16,7 +16,7 @@ from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import plan_batch
 from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
-from rlsys.replay.rollout_files import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, Task, Turn
 from tests.groups import num_ok

@@ -11,7 +11,7 @@ import pytest
 from rlsys import train
 from rlsys.config import Config
 from rlsys.errors import WorkerDied
-from rlsys.replay.rollout_files import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.types import Assignment, Episode, Task
 from tests.jobs import config_of
 from workers.worker_set import WorkerSet

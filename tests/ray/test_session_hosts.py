@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlsys import train
-from rlsys.replay.rollout_files import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.jobs import config_of
 
 

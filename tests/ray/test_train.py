@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import ConfigError, ModelError, RunAborted
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.replay.rollout_files import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.hub_server import TOKEN, serving_hub
 from tests.jobs import config_of
 from tests.ray.judges import UNPICKLED_BY

@@ -33,7 +33,7 @@ from rlsys.monitoring.events import (
     WorkerBusy,
 )
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.replay.rollout_files import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeRollouts, FakeWorld, Fault, run_virtual
 from rlsys.types import EngineStats, Group, Ref, ReplicaLoad
 from rlsys.weight_sync.sync import WeightSync

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.errors import CheckpointError
-from rlsys.replay.rollout_files import write_rollouts
+from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import Group, Task
 from rlsys.util.deadlines import remote

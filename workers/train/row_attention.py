@@ -5,10 +5,10 @@ in the tree attends to all of it. On the CPU, PyTorch's flash attention computes
 are joined by their log-sum-exps, forward and backward. So no matrix over the whole row exists, keys and values are not
 copied for each sample, and nothing is masked except by a sliding window, which counts positions of a sample and not of
 the row. Scores with a soft cap and sinks are in `attention_kernels`. On CUDA, flex attention takes the same rule as a
-mask; that never ran.
+mask; it ran on an H100.
 
-Shape suffixes: `R` positions of the row, `B` blocks computed together, `Q` and `L` their queries and keys, `H` query
-heads, `K` key-value heads, `D` width of a head.
+Shape suffixes: `R` positions of the row, `M` blocks of flex attention's mask, `B` blocks computed together, `Q` and `L`
+their queries and keys, `H` query heads, `K` key-value heads, `D` width of a head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
@@ -32,6 +32,12 @@ from workers.train.context import ContextGroup
 
 ROW_ATTENTION = "rlsys_row"
 """Name of this attention in the configuration of a model."""
+_MASK_BLOCK = 128
+"""Queries and keys of a block of flex attention's mask."""
+_MOST_KERNELS = 64
+"""Kernels that flex attention may compile: for each kind of layer, forward with and without gradient, and backward."""
+_LEAST_WIDTH = 16
+"""Least width of a head that flex attention has kernels for."""
 _LONG = 128
 """Runs of at least so many tokens are blocks of their own; shorter ones are computed together."""
 _KNOWN = {
@@ -141,14 +147,50 @@ class AttentionRow:
     def mask(self, window: int | None) -> BlockMask:
         """Return the rule as a mask of flex attention."""
         if window not in self._masks:
-            until_R, positions_R, size = self._until_R, self._positions_R, len(self._until_R)
+            until_R, positions_R = self._until_R, self._positions_R
 
             def attends(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 is_on_path = (key <= query) & (query < until_R[key])
                 return is_on_path if window is None else is_on_path & (positions_R[query] - positions_R[key] < window)
 
-            self._masks[window] = create_block_mask(attends, None, None, size, size, device=str(until_R.device))
+            is_any_MM, is_all_MM = block_pairs(until_R, positions_R, window)
+            self._masks[window] = BlockMask.from_kv_blocks(
+                *_ordered(is_any_MM & ~is_all_MM), *_ordered(is_all_MM), _MASK_BLOCK, attends,
+                seq_lengths=(len(until_R), len(until_R)),
+            )  # fmt: skip
         return self._masks[window]
+
+
+def block_pairs(until_R: Tensor, positions_R: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return for each block of `_MASK_BLOCK` queries, and of as many keys, whether any query may attend to a key, which
+    may be said of a pair where none does, and whether all do, `(M, M)`.
+
+    No mask over the whole row is built for it.
+    """
+    num = -(-len(until_R) // _MASK_BLOCK)
+    place_M = torch.arange(num, device=until_R.device)
+    (low_until_M, high_until_M), (low_M, high_M) = (_extremes(x_R, num) for x_R in (until_R, positions_R))
+    is_before_MM = place_M[:, None] > place_M
+    ends_M1 = ((place_M + 1) * _MASK_BLOCK).clamp(max=len(until_R))[:, None]
+    is_any_MM = (place_M[:, None] == place_M) | (is_before_MM & (high_until_M > place_M[:, None] * _MASK_BLOCK))
+    is_all_MM = is_before_MM & (low_until_M >= ends_M1)
+    if window is not None:
+        is_any_MM = is_any_MM & (low_M[:, None] - high_M < window)
+        is_all_MM = is_all_MM & (high_M[:, None] - low_M < window)
+    return is_any_MM, is_all_MM
+
+
+def _extremes(x_R: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each of `num` blocks."""
+    padded = torch.cat([x_R, x_R[-1:].expand(num * _MASK_BLOCK - len(x_R))]).view(num, _MASK_BLOCK)
+    return padded.amin(1), padded.amax(1)
+
+
+def _ordered(is_in_MM: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of keys' blocks of each block of queries, `(1, 1, M)`, and their indices, which come first,
+    `(1, 1, M, M)`."""
+    indices_MM = torch.argsort(is_in_MM.int(), dim=1, descending=True, stable=True)
+    return is_in_MM.sum(1, dtype=torch.int32)[None, None], indices_MM.int()[None, None].contiguous()
 
 
 def segments_of(until: list[int]) -> list[Segment]:
@@ -307,8 +349,11 @@ def _cast(mask_QL: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 @cache
-def _compiled_flex() -> Callable[..., tuple[Tensor, AuxOutput]]:
-    return torch.compile(flex_attention)
+def _compiled_flex(*, is_capped: bool) -> Callable[..., tuple[Tensor, AuxOutput]]:
+    """Compile once for rows of any length. With a soft cap, PyTorch cannot, and compiles the first length by itself."""
+    # Beyond this limit, flex attention would silently compute all scores of a row at once.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
+    return torch.compile(flex_attention, dynamic=None if is_capped else True)
 
 
 def row_attention(
@@ -374,16 +419,19 @@ def _attention(
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, mask: BlockMask, rule: _Rule) -> Tensor:
     """Flex attention of `(1, H, R, D)`."""
-    cap = rule.softcap
+    cap, width = rule.softcap, query.shape[-1]
+    if width < _LEAST_WIDTH:
+        query, key, value = (nn.functional.pad(x, (0, _LEAST_WIDTH - width)) for x in (query, key, value))
 
     def capped(score: Tensor, *_indices: Tensor) -> Tensor:
         assert cap is not None
         return cap * torch.tanh(score / cap)
 
-    found, aux = _compiled_flex()(
+    found, aux = _compiled_flex(is_capped=cap is not None)(
         query, key, value, block_mask=mask, scale=rule.scale, enable_gqa=True,
         score_mod=None if cap is None else capped, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
+    found = found[..., :width]
     if sinks_H is None:
         return found
     share = torch.sigmoid(cast("Tensor", aux.lse) - sinks_H[:, None].float())

@@ -68,7 +68,7 @@ class SharedMemoryTransport:
         self._mapped: WeakValueDictionary[str, mmap.mmap] = WeakValueDictionary()
 
     def memory(self, version: PolicyVersion, num_bytes: int, *, pin: bool) -> np.ndarray:
-        """See `WeightTransport.memory`. Page-locking never ran on CUDA."""
+        """See `WeightTransport.memory`. Page-locking ran on one GPU."""
         path = self._path(version)
         free = [own for own in self._own if len(own.data) == num_bytes and _lock_to_write(own.descriptor)]
         for own in free[2:]:  # of readers that kept more versions than others

@@ -31,7 +31,7 @@ from rlsys.monitoring.events import (
     WorkerBusy,
     WorkerFailed,
 )
-from rlsys.replay.rollout_files import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.histories import BEGIN_S, History, Shape, big_run, small_run
 from tests.planted import BOTTLENECK, STALE_REPLICA, planted_run
 from tests.rollouts import damage, lines_of, write_lines

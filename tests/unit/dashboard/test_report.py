@@ -19,7 +19,7 @@ from rlsys.dashboard.plots import plot, short
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.responses import Series
 from rlsys.monitoring.events import RunEnded, RunStarted
-from rlsys.replay.rollout_files import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.histories import History, Shape, small_run
 from tests.rollouts import damage, lines_of, write_lines
 

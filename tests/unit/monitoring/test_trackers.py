@@ -29,7 +29,7 @@ from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracke
 from rlsys.monitoring.trackers.mlflow import MLflow, experiment_of
 from rlsys.monitoring.trackers.tensorboard import TensorBoard
 from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sampled
-from rlsys.replay.rollout_files import write_rollouts
+from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import Episode, Task, Trajectory
 from tests.rollouts import rollouts, said

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
-from rlsys.replay.rollout_files import open_rollouts, read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import open_rollouts, read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import (
     ROLLOUT_FORMAT,
     GroupRecord,

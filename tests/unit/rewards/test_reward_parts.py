@@ -12,7 +12,7 @@ from rlsys.contracts import TrainStats
 from rlsys.loop.learner import StepResult
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.monitoring.metric_catalog import undocumented
-from rlsys.replay.rollout_files import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import (
     GroupRecord,
     RolloutRecord,

@@ -28,7 +28,7 @@ from rlsys.loop.build_driver import shape_of
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STATE, file_hash
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
-from rlsys.replay.rollout_files import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord, Rows
 from rlsys.replay.run_history import RecordedSteps, read_history
 from rlsys.types import Distribution, Episode, Group, Task

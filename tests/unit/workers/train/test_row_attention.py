@@ -15,7 +15,7 @@ from rlsys.batch.tensors import MicroBatch
 from rlsys.types import VersionSpan
 from tests.trees import trees
 from workers.train.attention_kernels import MAX_SCORES, attend, attend_backward
-from workers.train.row_attention import AttentionRow, row_attention
+from workers.train.row_attention import AttentionRow, block_pairs, row_attention
 
 
 def masked(
@@ -115,3 +115,30 @@ def test_scores_with_a_soft_cap_are_computed_in_pieces() -> None:
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     for share, x in zip(shares, (query, key, value), strict=True):
         torch.testing.assert_close(share, x.grad, rtol=1e-3, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.sampled_from([None, 40, 200]))
+def test_a_mask_of_blocks_leaves_out_no_pair_and_fills_none_that_does_not_attend(seed: int, window: int | None) -> None:
+    rng = random.Random(seed)
+
+    def ids(size: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(5) for _ in range(size))
+
+    prompts = [ids(rng.randrange(1, 300)) for _ in range(rng.randrange(1, 4))]
+    sizes = [rng.randrange(1, 400) for _ in range(4)]
+    samples = [Sample(p, ids(n), (True,) * n, (0.0,) * n, (VersionSpan(0, n),)) for p in prompts for n in sizes]
+    batch = MicroBatch.of(samples)
+    until_R, positions_R, size = batch.until_R, batch.positions_R, len(batch.until_R)
+    place_R = torch.arange(size)
+    attends_RR = (place_R <= place_R[:, None]) & (place_R[:, None] < until_R)
+    if window is not None:
+        attends_RR &= positions_R[:, None] - positions_R < window
+    is_any_MM, is_all_MM = block_pairs(until_R, positions_R, window)
+    for i, queries_QR in enumerate(attends_RR.split(128)):
+        for j, pairs_QL in enumerate(queries_QR.split(128, dim=1)):
+            assert is_any_MM[i, j] or not pairs_QL.any()
+            assert not is_all_MM[i, j] or pairs_QL.all()
+    if window is None:
+        exact_MM = torch.stack([torch.stack([p.any() for p in q.split(128, dim=1)]) for q in attends_RR.split(128)])
+        assert torch.equal(is_any_MM, exact_MM), "and without a window none is kept for nothing"
