@@ -316,7 +316,7 @@ class QueueSeen(Event):
 
 
 class RolloutsWritten(Event):
-    """The groups of a step are written as text for people; see `rlsys.replay.rollout_log.read_rollouts`."""
+    """The groups of a step are written; see `rlsys.replay.recorded_rollouts.read_rollouts`."""
 
     step: int
     path: str

@@ -1,10 +1,10 @@
 """Rollouts on disk: one file per step. A Parquet file has one row per episode and one row group per group.
 
 Numbers by token are in columns of their own: `prompt_ids`, `output_ids` and `logprobs` of all turns of an episode one
-after the other, the readings of its trained tokens, and one column per signal. `session` is the episode as JSON, with
-the length of each of these lists in its place, and `task` what holds for the whole group. The other columns repeat a
-part of that for whoever reads the files without rlsys: any tool that reads Parquet can filter episodes by reward or
-text. The round trip is exact.
+after the other, and the readings of its trained tokens. `session` is the episode as JSON, with the length of each of
+these lists in its place. What holds for the whole group is in its first row: `task`, as JSON, and one column per
+signal. The other columns repeat a part of that for whoever reads the files without rlsys: any tool that reads Parquet
+can filter episodes by reward or text. The round trip is exact.
 
 Files of earlier versions, `.jsonl` with one group per line, are still read.
 """
@@ -180,12 +180,6 @@ def _row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
         if isinstance(task.prompt, str)
         else "\n\n".join(f"{m['role']}: {m['content']}" for m in task.prompt)
     )
-    group = {
-        "task": task,
-        "assigned": record.assigned,
-        "parts": record.parts,
-        "columns": {signal: [len(row) for row in rows] for signal, rows in record.columns.items()},
-    }
     session = {"episode": episode, "readings": _sizes(record.readings[e]) if record.readings else None}
     return {
         "step": record.step,
@@ -203,9 +197,15 @@ def _row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
         "reason": root.outcome.reason,
         "prompt": prompt,
         "text": "\n\n".join(turn.text for turn in root.turns),
-        "task": "" if e else _json(group),
+        "task": "" if e else _json(_shared(record)),
         "session": _json(session),
     }
+
+
+def _shared(record: RolloutRecord) -> Mapping[str, Any]:
+    """Return what holds for the whole group, with the length of each row of its columns."""
+    columns = {signal: [len(row) for row in rows] for signal, rows in record.columns.items()}
+    return {"task": record.task, "assigned": record.assigned, "parts": record.parts, "columns": columns}
 
 
 def _sizes(reading: EpisodeReading) -> list[list[dict[str, Any]]]:

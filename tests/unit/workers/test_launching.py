@@ -17,8 +17,13 @@ from rlsys.monitoring.events import Events
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
 from rlsys.types import PolicyVersion
+from rlsys.weight_sync.relay import Relay
 from tests.jobs import config_of
-from workers.worker_set import _generator_spec
+from workers.ray.remote_proxy import Remote
+from workers.relay.relay_pool import RayRelays
+from workers.rollout.partial_responses import Partials, RolloutRelay
+from workers.transport.route import TransportSpec
+from workers.worker_set import _generator_spec, partials_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,3 +149,15 @@ def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
     with pytest.raises(TrainingError):
         run_virtual(main())
     assert Config.load(job.run_dir / "failed" / "step_000001" / CONFIG) == job
+
+
+def test_each_relay_keeps_partial_responses_unless_they_are_off(model_path: Path, data_path: Path, tmp_path: Path):
+    members = [Remote[Relay](f"relay-{i}", RolloutRelay, None, 5.0) for i in range(2)]
+    relays = RayRelays(members, 20.0, TransportSpec("object_store"), nodes=lambda: ["a", "b"])
+    parts = partials_of(config_of(model_path, data_path, tmp_path, []), relays)
+    assert [(part.name, part.kind, part.part) for part in parts] == [
+        ("relay-0", Partials, "partials."),
+        ("relay-1", Partials, "partials."),
+    ]
+    off = config_of(model_path, data_path, tmp_path, ["rollout.partial_responses=false"])
+    assert partials_of(off, relays) == []
