@@ -22,7 +22,7 @@ Line: TypeAlias = "dict[str, Any]"
 PROCESSES = {
     "rollout": "ray::RolloutWorker",
     "reward": "ray::RewardWorker",
-    "relay": "ray::RolloutRelay",
+    "relay": "ray::PartialsRelay",
     "reference": "ray::ReferenceWorker",
     "actor": "ray::ActorRank",
     "critic": "ray::CriticRank",

@@ -72,8 +72,8 @@ def marks_of(command: Sequence[str], env: Mapping[str, str], metrics: Path, step
         process = subprocess.Popen(command, env=dict(env), stdout=log, stderr=log)
         try:
             while process.poll() is None:
-                if len(marks) < len(steps) and _num_rows(metrics) >= steps[len(marks)]:
-                    marks.append(Mark(_num_rows(metrics), _children_cpu_s() - before_s, time.perf_counter()))
+                if len(marks) < len(steps) and num_rows(metrics) >= steps[len(marks)]:
+                    marks.append(Mark(num_rows(metrics), _children_cpu_s() - before_s, time.perf_counter()))
                 time.sleep(POLL_S)
         finally:
             _end_children()
@@ -322,7 +322,8 @@ def print_result(figures: Mapping[str, object]) -> None:
     print(json.dumps({**figures, "command": command.strip()}), flush=True)
 
 
-def _num_rows(path: Path) -> int:
+def num_rows(path: Path) -> int:
+    """Return the number of whole lines of a file that may not exist yet."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 

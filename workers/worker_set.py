@@ -23,14 +23,14 @@ from workers.relay.relay_pool import RayRelays
 from workers.reward.replica_rewards import ReplicaRewards
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.rollout.generator import WeightChange
-from workers.rollout.partial_responses import Partials, RolloutRelay
+from workers.rollout.partial_responses import Partials, PartialsRelay
 from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool
 from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
 from workers.rollout.session_host import SessionHost
 from workers.train.optimizer import critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
+from workers.train.recorder import Recorder
 from workers.train.reference_worker import ReferenceWorker
-from workers.train.rollout_recorder import RolloutRecorder
 from workers.train.train_handles import ActorHandle, CriticHandle, RanksHandle, RecorderHandle, ReferenceHandle
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class WorkerSet:
 def _relays(config: Config) -> RayRelays:
     """Start the relays of a policy. Replicas that wait for the first version know its size from the model's files."""
     num_bytes = 0 if config.train.lora else weight_bytes(config.model.path)
-    return RayRelays.start(config.limits.transfer_s, RolloutRelay, num_bytes=num_bytes)
+    return RayRelays.start(config.limits.transfer_s, PartialsRelay, num_bytes=num_bytes)
 
 
 def partials_of(config: Config, relays: RayRelays) -> list[Remote[Partials]]:
@@ -221,12 +221,12 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
 
 def start_recorder(config: Config) -> RecorderHandle:
     """Return the recorder of rollouts, which starts on the driver's node, where the run's folder is."""
-    build, deadline_s = partial(RolloutRecorder, config.model.path), config.limits.no_progress_s
+    build, deadline_s = partial(Recorder, config.model.path), config.limits.no_progress_s
 
-    def begin(num_before: int) -> Remote[RolloutRecorder]:
+    def begin(num_before: int) -> Remote[Recorder]:
         here, *_ = node_ids()
         name = successor_name("recorder", num_before)
-        return start(RolloutRecorder, name, build, NO_MATHS, deadline_s, place=here)
+        return start(Recorder, name, build, NO_MATHS, deadline_s, place=here)
 
     return RecorderHandle(begin)
 

@@ -190,12 +190,14 @@ class Driver:
         async with self._until_stopped():
             await self.weights.publish(start)
         learning = asyncio.create_task(self._learn())
+        patience_s = SAVE_S
         try:
             await self._loop(learning)
             await asyncio.wait([learning])  # after `stop` it may still be in a step
             learning.result()
             await self._save_rest()
         except (RlsysError, asyncio.CancelledError) as error:
+            patience_s = 0.0 if isinstance(error, asyncio.CancelledError) else STOP_S
             await asyncio.gather(learning, return_exceptions=True)
             if not isinstance(error, TrainingError | CheckpointError):  # these tell themselves what is saved
                 await self._save_after(error)
@@ -206,7 +208,7 @@ class Driver:
             if self._saving is not None:
                 await asyncio.wait([self._saving], timeout=SAVE_S)
                 self._saving.cancel()
-            await self.records.end(SAVE_S)
+            await self.records.end(patience_s)
             if self.copies:
                 await self.copies.end(SAVE_S)
             self.weights.give_up()

@@ -35,6 +35,7 @@ KEYS = {
     "checkpoint": {
         "copy_s", "first_copy_s", "last_phases_s", "resume_s", "save_s", "stall_s", "stall_share", "state_mb",
     },
+    "cpu_split": {"sort"},
     "damage": {"configs", "rows", "gateway", "folders"},
     "dashboard": {
         "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",

@@ -24,8 +24,8 @@ from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import CallStream, Remote, answer_in_chunks, start
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.train.ranks import ActorRank
+from workers.train.recorder import Recorder
 from workers.train.reference_worker import ReferenceWorker
-from workers.train.rollout_recorder import RolloutRecorder
 from workers.train.token_columns import TokenColumns
 from workers.train.train_handles import ActorHandle, RecorderHandle, ReferenceHandle
 
@@ -96,8 +96,8 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
     actor = ActorHandle(lambda _: [start(Rank, f"actor-{r}", Rank, NO_MATHS, 60.0, place=here) for r in range(2)], 60.0)
     build = partial(Judge, (), 1, 60.0)
     rewards = RewardPool(PoolSpec(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 6.0, 1))
-    write = partial(RolloutRecorder, str(model_path))
-    actor.recorder = RecorderHandle(lambda _: start(RolloutRecorder, "recorder", write, NO_MATHS, 60.0, place=here))
+    write = partial(Recorder, str(model_path))
+    actor.recorder = RecorderHandle(lambda _: start(Recorder, "recorder", write, NO_MATHS, 60.0, place=here))
     reference = ReferenceHandle(lambda _: start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here), 60.0)
 
     task = Task(id="t", prompt="1")

@@ -143,7 +143,7 @@ def usable(
     return {seed: partial for seed, partial in partials.items() if fits(partial)}
 
 
-class RolloutRelay(Relay):
+class PartialsRelay(Relay):
     """A relay whose process also keeps partial responses."""
 
     def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401  (those of a relay)

@@ -18,8 +18,8 @@ from rlsys.util.deadlines import unless
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
 from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
+from workers.train.recorder import Recorder, TrainedGroup
 from workers.train.reference_worker import ReferenceWorker
-from workers.train.rollout_recorder import RolloutRecorder, TrainedGroup
 
 if TYPE_CHECKING:
     from rlsys.config import Config
@@ -81,20 +81,20 @@ class ReferenceHandle:
 class RecorderHandle:
     """The rollout recorder of a policy, which the first file starts. One that fails is replaced at the next file."""
 
-    def __init__(self, start: Callable[[int], Remote[RolloutRecorder]]) -> None:
+    def __init__(self, start: Callable[[int], Remote[Recorder]]) -> None:
         """`start(n)` gives a process to the successor of `n` others."""
         self._start, self._num_before = start, 0
-        self._worker: Remote[RolloutRecorder] | None = None
+        self._worker: Remote[Recorder] | None = None
         self._writing = asyncio.Lock()
 
     async def write(self, *args: Any) -> None:  # noqa: ANN401
-        """Call `RolloutRecorder.write`, after those that came before."""
+        """Call `Recorder.write`, after those that came before."""
         async with self._writing:
             try:
                 if self._worker is None:
                     self._worker = self._start(self._num_before)
                     await self._worker.setup()
-                await self._worker.call(RolloutRecorder.write, *args)
+                await self._worker.call(Recorder.write, *args)
             except (WorkerDied, DeadlineExceeded):
                 self.close()
                 raise

@@ -21,7 +21,7 @@ from rlsys.weight_sync.relay import Relay
 from tests.jobs import config_of
 from workers.ray.remote_proxy import Remote
 from workers.relay.relay_pool import RayRelays
-from workers.rollout.partial_responses import Partials, RolloutRelay
+from workers.rollout.partial_responses import Partials, PartialsRelay
 from workers.transport.route import TransportSpec
 from workers.worker_set import _generator_spec, partials_of
 
@@ -152,7 +152,7 @@ def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
 
 
 def test_each_relay_keeps_partial_responses_unless_they_are_off(model_path: Path, data_path: Path, tmp_path: Path):
-    members = [Remote[Relay](f"relay-{i}", RolloutRelay, None, 5.0) for i in range(2)]
+    members = [Remote[Relay](f"relay-{i}", PartialsRelay, None, 5.0) for i in range(2)]
     relays = RayRelays(members, 20.0, TransportSpec("object_store"), nodes=lambda: ["a", "b"])
     parts = partials_of(config_of(model_path, data_path, tmp_path, []), relays)
     assert [(part.name, part.kind, part.part) for part in parts] == [

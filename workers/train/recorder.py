@@ -30,7 +30,7 @@ class TrainedGroup:
     assigned: Sequence[TrajectoryAdvantage]
 
 
-class RolloutRecorder:
+class Recorder:
     """Writes files of rollouts for one policy."""
 
     def __init__(self, model_path: str) -> None:
