@@ -221,7 +221,7 @@ def emit_day(run_dir: str, num_events: int) -> dict[str, float]:
     from rlsys.monitoring.trackers.tracker_thread import InThread
 
     folder = Path(run_dir)
-    rollouts = small_run(folder / "small") / "rollouts" / "step_000001.jsonl"
+    rollouts = small_run(folder / "small") / "rollouts" / "step_000001.parquet"
     facts = RunFacts(run_dir=folder, name="day", policy="", config={})
     events = _bus(folder, InThread(TensorBoard(), facts))
     events.emit(RunStarted(str(folder), 0, 10**6))

@@ -147,7 +147,7 @@ def partials(size: Size) -> Mapping[str, float]:
             return progress_of([job], known)
 
     async def grown() -> dict[int, float]:
-        stream, spent = PartialStream([Partials()], period_s=0.0), {}
+        stream, spent = PartialStream(Partials(), period_s=0.0), {}
         for end in range(PIECE, lengths[1] + 1, PIECE):
             job.output_ids += [5] * PIECE
             job.logprobs += [-0.5] * PIECE

@@ -274,7 +274,7 @@ class Actor(TrainedModel, Protocol):
         contains prompts, completions, scores and advantages.
 
         Returns once the next step may be trained; awaiting the result waits until the file is written. That raises
-        `PayloadLost`, `CheckpointError`, or `WorkerError` if the writer fails.
+        `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
         """
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:

@@ -1,8 +1,8 @@
 """Token ids, logprobs and flags of one turn or sample: sequences of numbers, each in one block of memory.
 
-They compare and hash like tuples of the same numbers. Pickling one copies its bytes at most, whatever their number: Ray
-puts long ones into its object store as they are, and the processes that read them share that memory. A slice shares
-the memory of its array.
+They compare and hash like tuples of the same numbers. Pickling one copies at most its bytes, and makes no object of
+each number: Ray puts long ones into its object store as they are, and the processes that read them share that memory.
+A slice shares the memory of its array.
 """
 
 from __future__ import annotations

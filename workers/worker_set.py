@@ -108,7 +108,7 @@ class WorkerSet:
         """Start all workers; they load in parallel."""
         lines = {name: PolicyWorkers.of(own, name) for name, own in (config.trained or {POLICY: config}).items()}
         relays = {name: line.relays for name, line in lines.items()}
-        partials = {name: partials_of(config, line.relays) for name, line in lines.items()}
+        partials = partials_of(config, relays)
         rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
         hosts = start_hosts(config)
         return cls(
@@ -185,10 +185,12 @@ def _relays(config: Config) -> RayRelays:
     return RayRelays.start(config.limits.transfer_s, PartialsRelay, num_bytes=num_bytes)
 
 
-def partials_of(config: Config, relays: RayRelays) -> list[Remote[Partials]]:
-    """Return the parts of the pool of partial responses of a policy, one at each of its relays; none if it is off."""
-    parts = [relay.at(Partials, "partials").within(ANSWER_S) for relay in relays.members]
-    return parts if config.rollout.partial_responses else []
+def partials_of(config: Config, relays: Mapping[str, RayRelays]) -> dict[str, Remote[Partials]]:
+    """Return the pool of partial responses of each policy, by its name: at its relay on the driver's node, without
+    which a run ends anyway. None if they are off."""
+    if not config.rollout.partial_responses:
+        return {}
+    return {name: of.members[0].at(Partials, "partials").within(ANSWER_S) for name, of in relays.items()}
 
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
@@ -221,14 +223,14 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
 
 def start_recorder(config: Config) -> RecorderHandle:
     """Return the recorder of rollouts, which starts on the driver's node, where the run's folder is."""
-    build, deadline_s = partial(Recorder, config.model.path), config.limits.no_progress_s
+    build, deadline_s = partial(Recorder, config.model.path), config.limits.no_progress_s / 4
 
     def begin(num_before: int) -> Remote[Recorder]:
         here, *_ = node_ids()
         name = successor_name("recorder", num_before)
         return start(Recorder, name, build, NO_MATHS, deadline_s, place=here)
 
-    return RecorderHandle(begin)
+    return RecorderHandle(begin, _silence_s(config))
 
 
 def start_critic(config: Config) -> CriticHandle:
@@ -297,7 +299,7 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
 def start_rollouts(
     config: Config,
     relays: Mapping[str, RayRelays],
-    partials: Mapping[str, Sequence[Remote[Partials]]] | None = None,
+    partials: Mapping[str, Remote[Partials]] | None = None,
     hosts: Sequence[Remote[SessionHost]] = (),
 ) -> RolloutPool:
     """Start the rollout replicas for training; `relays` are those of the trained policies.
@@ -347,7 +349,7 @@ def _replicas(
     config: Config,
     generators: Mapping[str, GeneratorSpec],
     relays: Mapping[str, RayRelays],
-    partials: Mapping[str, Sequence[Remote[Partials]]] | None = None,
+    partials: Mapping[str, Remote[Partials]] | None = None,
     hosts: Sequence[Remote[SessionHost]] = (),
     *,
     evaluates: bool = False,

@@ -542,7 +542,7 @@ class RecordSection(Section):
     rollouts_every: NonNegativeInt = 1
     """Steps between two whose rollouts are written; 0: never."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the groups of such a step that is written, drawn by their ids. `rlsys replay` needs all of them."""
+    """Share of the groups to write in such a step; their ids decide which. `rlsys replay` needs all of them."""
 
 
 class RaySection(Section):

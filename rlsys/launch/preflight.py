@@ -153,7 +153,7 @@ def look_up(config: Config) -> Data:
 
 def _check_texts(config: Config, parts: Sequence[tuple[str, Sequence[Task]]], *, is_trained: bool) -> None:
     """Check what a model reads, and whether it can be trained, unless that passed before."""
-    passed = PassedChecks(config, parts)
+    passed = PassedChecks(config, parts, is_trained=is_trained)
     if passed.is_known:
         return
     for key, tasks in parts:

@@ -70,6 +70,7 @@ from rlsys.monitoring.events import (
     DataChanged,
     EpisodeGrafted,
     Events,
+    FileSkipped,
     RolledBack,
     StepDone,
     WorkerFailed,
@@ -623,9 +624,11 @@ class Driver:
 
     async def _record(self, step: int, tasks: Sequence[Task], result: StepResult) -> None:
         if self.records.is_due(step):
-            async with self._until_stopped(STOP_S):
+            async with self._until_stopped(STOP_S) as wait:
                 with self._clock.span("record"):
                     await self.records.begin(step, tasks, result)
+            if wait.expired():
+                self.events.emit(FileSkipped(str(self.records.path(step)), "the run ended before it was written"))
 
     async def _maybe_save(self, step: int) -> None:
         is_last = step >= self.end or self._stopping

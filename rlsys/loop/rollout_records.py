@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 
 from rlsys.contracts import Actor
-from rlsys.errors import CheckpointError, PayloadLost, WorkerError
+from rlsys.errors import CheckpointError, RlsysError, WorkerError
 from rlsys.loop.learner import StepResult
 from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
 from rlsys.types import Group, Task
@@ -37,6 +37,10 @@ class RolloutRecords:
         """True if the rollouts of this step are written."""
         return self.every > 0 and step % self.every == 0
 
+    def path(self, step: int) -> Path:
+        """Return the file of a step."""
+        return self.folder / f"step_{step:06d}.parquet"
+
     async def begin(self, step: int, tasks: Sequence[Task], result: StepResult) -> None:
         """Begin to write a step.
 
@@ -45,7 +49,7 @@ class RolloutRecords:
         """
         while len(self._writing) >= MOST_UNWRITTEN:
             await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
-        path = self.folder / f"step_{step:06d}.parquet"
+        path = self.path(step)
         places = self._places(result.groups)
         written = await self.actor.record(path, step, tasks, result.groups, result.assigned, places)
         task = asyncio.create_task(self._finish(path, step, written))
@@ -58,6 +62,7 @@ class RolloutRecords:
             _, late = await asyncio.wait(self._writing, timeout=patience_s)
             for task in late:
                 task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def _places(self, groups: Sequence[Group]) -> list[int]:
         """Return the groups to write. The same ones in a resumed run."""
@@ -69,8 +74,11 @@ class RolloutRecords:
             await written
         except (OSError, CheckpointError) as error:
             self.events.emit(FileSkipped(str(path), str(error)))
-        except (PayloadLost, WorkerError) as error:  # the groups are trained: only this file is missing
+        except RlsysError as error:  # the groups are trained: only this file is missing
             worker = error.worker if isinstance(error, WorkerError) else "recorder"
             self.events.emit(WorkerFailed(worker, f"writing {path.name}", str(error)))
+        except asyncio.CancelledError:
+            self.events.emit(FileSkipped(str(path), "the run ended before it was written"))
+            raise
         else:
             self.events.emit(RolloutsWritten(step, str(path)))

@@ -4,7 +4,7 @@ Numbers by token are in columns of their own: `prompt_ids`, `output_ids` and `lo
 after the other, and the readings of its trained tokens. `session` is the episode as JSON, with the length of each of
 these lists in its place. What holds for the whole group is in its first row: `task`, as JSON, and one column per
 signal. The other columns repeat a part of that for whoever reads the files without rlsys: any tool that reads Parquet
-can filter episodes by reward or text. The round trip is exact.
+can filter episodes by reward or text. The round trip is exact for finite numbers.
 
 Files of earlier versions, `.jsonl` with one group per line, are still read.
 """
@@ -53,10 +53,10 @@ _Lists: TypeAlias = dict[str, list[Sequence[Any]]]
 
 
 def rollout_path(run: Path, step: int) -> Path:
-    """Return the file of a step in a run's folder: an existing one, of any version, or the one to write."""
+    """Return the file of a step in a run's folder: one of an earlier version only if there is no other."""
     folder = run / "rollouts"
-    old = folder / f"step_{step:06d}.jsonl"
-    return old if old.is_file() else folder / f"step_{step:06d}.parquet"
+    own, old = folder / f"step_{step:06d}.parquet", folder / f"step_{step:06d}.jsonl"
+    return old if old.is_file() and not own.is_file() else own
 
 
 def step_in(name: str) -> int | None:
@@ -66,9 +66,10 @@ def step_in(name: str) -> int | None:
 
 
 def rollout_paths(run: Path) -> list[Path]:
-    """Return the files of a run, by step."""
+    """Return the file of each step of a run that has one, in order."""
     found = (run / "rollouts").glob("step_*") if (run / "rollouts").is_dir() else ()
-    return sorted((path for path in found if step_in(path.name) is not None), key=lambda path: step_in(path.name) or 0)
+    steps = {step for path in found if (step := step_in(path.name)) is not None}
+    return [rollout_path(run, step) for step in sorted(steps)]
 
 
 # -------------------------------------------------------------------------------------------------------------- write
@@ -79,7 +80,7 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
+    partial = path.with_name(f".{path.stem}.tmp")  # whoever reads all files of the folder passes over it
     tables = map(_table, records)
     first = next(tables, None)
     schema = _schema(()) if first is None else first.schema
@@ -188,7 +189,7 @@ def _row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
         "episode": e,
         "num_tokens": sum(len(turn.output_ids) for t in episode.trajectories for turn in t.turns),
         "reward": None if root.reward is None else float(root.reward),
-        "advantage": record.advantages[e][0],
+        "advantage": None if (advantage := record.advantages[e][0]) is None else float(advantage),
         "task_id": task.id,
         "source": task.source,
         "policy": record.policy,
@@ -261,12 +262,12 @@ class RolloutTable:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._path = path
+        self._path, data = path, BytesIO(path.read_bytes())
         try:
             self._file = pq.ParquetFile(
-                BytesIO(path.read_bytes()), read_dictionary=[f"{_PIECES}.list.element"], page_checksum_verification=True
+                data, read_dictionary=[f"{_PIECES}.list.element"], page_checksum_verification=True
             )
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise self._problem(error) from error
         metadata = self._file.metadata
         self._format = int((metadata.metadata or {}).get(_FORMAT, 0))

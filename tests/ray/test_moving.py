@@ -93,7 +93,7 @@ def test_a_group_that_lost_its_host_resumes_from_its_record(crew, tmp_path):
         others = await asyncio.gather(*(rollouts.run(assignment(group_id, done)) for group_id in (5, 6)))
         group, source = await running(crew, assignment(5, answer))
         (host,) = {each.group.replica for each in others} - {source}
-        while await crew.rollouts._partials[POLICY][0].proxy.version(5) is None:  # noqa: ASYNC110  (the recorder tells nobody)
+        while await crew.rollouts._partials[POLICY].proxy.version(5) is None:  # noqa: ASYNC110  (the recorder tells nobody)
             await asyncio.sleep(0.05)
         assert await rollouts.move(source, host) == 1
         rollouts.members[int(host[-1])].worker.kill()

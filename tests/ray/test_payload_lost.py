@@ -97,7 +97,7 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
     build = partial(Judge, (), 1, 60.0)
     rewards = RewardPool(PoolSpec(1, lambda name: start(Judge, name, build, NO_MATHS, 60.0, place=here), 60.0, 6.0, 1))
     write = partial(Recorder, str(model_path))
-    actor.recorder = RecorderHandle(lambda _: start(Recorder, "recorder", write, NO_MATHS, 60.0, place=here))
+    actor.recorder = RecorderHandle(lambda _: start(Recorder, "recorder", write, NO_MATHS, 60.0, place=here), 60.0)
     reference = ReferenceHandle(lambda _: start(Reader, "reference", Reader, NO_MATHS, 60.0, place=here), 60.0)
 
     task = Task(id="t", prompt="1")

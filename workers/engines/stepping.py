@@ -61,7 +61,7 @@ class EngineJob:
         return self.request.begun.then(sampled) if self.request.begun else sampled
 
     def since(self, num_tokens: int) -> Completion:
-        """What follows the first `num_tokens` tokens of a running request. It costs what is new."""
+        """What follows the first `num_tokens` tokens of a running request. The cost grows with what is new alone."""
         begun, num_here = self.request.begun, num_tokens - self.request.num_begun
         if begun and num_here < 0:
             return begun.since(num_tokens).then(self._sampled(0, None))

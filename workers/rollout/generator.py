@@ -114,7 +114,7 @@ class Generator:
             return
         oldest, newest = (version, None) if self._change.when == "inflight" else (held.version, held.version)
         with suppress(WorkerError):  # without the pool, the group starts from scratch
-            kept = await self._recorder.store(policy.ticket.group_id).recall(policy.ticket.group_id)
+            kept = await self._recorder.store.recall(policy.ticket.group_id)
             policy.recalled = usable(kept, self._acknowledged, oldest, newest)
 
     async def end(self, policy: GroupRoute, *, is_again: bool, keep_partials: bool) -> None:
@@ -124,7 +124,7 @@ class Generator:
             await _evict(place, policy.ticket)
         if self._recorder and not keep_partials and (is_again or self._recorder.is_due(policy.since_s)):
             with suppress(WorkerError):
-                await self._recorder.store(policy.ticket.group_id).forget(policy.ticket)
+                await self._recorder.store.forget(policy.ticket)
 
     async def vouched(self, policy: GroupRoute, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
         """The acknowledgements of these versions of the group's tokens. Waits for a weight change under way; unblocked

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rlsys.errors import WorkerError
 from rlsys.types import Acknowledged, PolicyVersion
@@ -20,7 +20,6 @@ from rlsys.weight_sync.relay import Relay
 from workers.engines.engine import Completion, Engine, joined_spans
 from workers.rollout.group_route import EngineStay, Ticket
 
-P = TypeVar("P")
 ENDED_KEPT = 10_000
 """Number of recently ended attempts to remember. Their late notes are ignored: a note may arrive after `forget`."""
 
@@ -50,7 +49,7 @@ class Partial:
 
 
 class _Pieces:
-    """The notes of one request, which `whole` joins: keeping one costs what is new in it."""
+    """The notes of one request, which `whole` joins: the cost of keeping one grows with what is new alone."""
 
     def __init__(self, first: Partial) -> None:
         self._parts = [first]
@@ -152,17 +151,11 @@ class PartialsRelay(Relay):
 
 
 class PartialStream:
-    """Connection of one replica to the pool, which has several parts. Without the pool, reissued groups start from
-    scratch."""
+    """Connection of one replica to the pool. Without the pool, reissued groups start from scratch."""
 
-    def __init__(self, stores: Sequence[Partials], period_s: float = 1.0) -> None:
-        """`stores` are all parts, in the same order for every replica. `period_s`: seconds between two rounds. Groups
-        that end within one period are not recorded."""
-        self._stores, self._period_s = stores, period_s
-
-    def store(self, group_id: int) -> Partials:
-        """The part that keeps a group."""
-        return part_of(self._stores, group_id)
+    def __init__(self, store: Partials, period_s: float = 1.0) -> None:
+        """`period_s`: seconds between two rounds. Groups that end within one period are not recorded."""
+        self.store, self._period_s = store, period_s
 
     async def run(
         self, engine: Engine, stays: Mapping[Ticket, EngineStay], weights: Mapping[PolicyVersion, Acknowledged]
@@ -173,7 +166,7 @@ class PartialStream:
         """
         while True:
             await asyncio.sleep(self._period_s)
-            with suppress(WorkerError):  # the engine has died, or a part of the pool: the next round tries again
+            with suppress(WorkerError):  # the pool or the engine has died; the next round sends everything again
                 await self.note(engine, stays.values(), weights)
 
     async def note(
@@ -181,23 +174,15 @@ class PartialStream:
     ) -> None:
         """Send one round: all new tokens of groups that are older than the period.
 
-        `weights` are the replica's acknowledgements. Tokens of other versions are left for a later round. Raises
-        `WorkerError` once all parts were tried, if one failed.
+        `weights` are the replica's acknowledgements. Tokens of other versions are left for a later round.
         """
         stays = [stay for stay in here if self.is_due(stay.since_s)]
         known = {i: stay.noted.get(request.seed, 0) for stay in stays for i, request in stay.running.items()}
         progress = await engine.progress(known) if known else {}
-        by_part: dict[int, list[tuple[EngineStay, Note]]] = {}
-        for stay in stays:
-            if notes := _notes(stay, progress, weights):
-                by_part.setdefault(stay.ticket.group_id % len(self._stores), []).extend((stay, n) for n in notes)
-        sent = (self._send(self._stores[part], notes) for part, notes in by_part.items())
-        for failure in await asyncio.gather(*sent, return_exceptions=True):
-            if failure is not None:
-                raise failure
-
-    async def _send(self, store: Partials, notes: Sequence[tuple[EngineStay, Note]]) -> None:
-        unknown = set(await store.record([note for _, note in notes]))
+        notes = [(stay, note) for stay in stays for note in _notes(stay, progress, weights)]
+        if not notes:
+            return
+        unknown = set(await self.store.record([note for _, note in notes]))
         for stay, note in notes:
             if (note.ticket.group_id, note.seed) in unknown:
                 stay.noted.pop(note.seed, None)
@@ -209,11 +194,6 @@ class PartialStream:
     def is_due(self, since_s: float) -> bool:
         """True if a group with this start (monotonic clock) is old enough to be recorded."""
         return time.monotonic() - since_s >= self._period_s
-
-
-def part_of(stores: Sequence[P], group_id: int) -> P:
-    """The part of a pool that keeps a group."""
-    return stores[group_id % len(stores)]
 
 
 def _notes(

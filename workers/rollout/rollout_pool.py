@@ -21,7 +21,7 @@ from workers.ray.pool import Pool, PoolMember, PoolSpec
 from workers.ray.remote_proxy import Chunks, PayloadRef, Remote
 from workers.relay.relay_pool import RayRelays
 from workers.rollout.generator import Generator
-from workers.rollout.partial_responses import Partials, part_of
+from workers.rollout.partial_responses import Partials
 from workers.rollout.rollout_worker import RolloutWorker
 
 T = TypeVar("T")
@@ -55,16 +55,15 @@ class RolloutPool(Pool[RolloutWorker]):
         self,
         supply: PoolSpec[RolloutWorker],
         kind: str = "rollout",
-        partials: Mapping[str, Sequence[Remote[Partials]]] | None = None,
+        partials: Mapping[str, Remote[Partials]] | None = None,
         policies: Sequence[str] = (POLICY,),
     ) -> None:
-        """`partials` are the parts of the pools of partial responses, by policy, if there are any. `policies` are those
-        of the replicas' engines, in their order."""
+        """`partials` are the pools of partial responses, by policy, if there are any. `policies` are those of the
+        replicas' engines, in their order."""
         self._router = Router(supply.size)
         for place in range(supply.size):
             self._router.leave(place)  # until it is set up
-        self._partials = {policy: parts for policy, parts in (partials or {}).items() if parts}
-        self._policies = tuple(policies)
+        self._partials, self._policies = partials or {}, tuple(policies)
         self._journeys: set[_Journey] = set()
         self._failed: set[int] = set()
         """Ids of groups whose last attempt failed. The next attempt continues from the kept tokens."""
@@ -120,7 +119,7 @@ class RolloutPool(Pool[RolloutWorker]):
         reached: dict[str, PolicyVersion] = {}
         for policy, partials in self._partials.items():
             with suppress(WorkerError):  # without the pool, the group starts from scratch on any replica
-                version = await part_of(partials, group_id).within(QUESTION_S).call(Partials.version, group_id)
+                version = await partials.within(QUESTION_S).call(Partials.version, group_id)
                 reached |= {} if version is None else {policy: version}
         live = self._live()
         told = await self._heard(live, [m.worker.within(QUESTION_S).call(RolloutWorker.held) for m in live])

@@ -91,7 +91,7 @@ class RolloutSpec:
 
 
 async def load_generator(
-    name: str, spec: RolloutSpec, policy: str, route: Route | None, partials: Sequence[Remote[Partials]] = ()
+    name: str, spec: RolloutSpec, policy: str, route: Route | None, partials: Remote[Partials] | None
 ) -> Generator:
     """Load the generator of a policy, in the process of the replica `name`."""
     from workers.engines.engine_choice import choose, start_engine
@@ -108,7 +108,7 @@ async def load_generator(
     if own.pulls != "never":
         assert route is not None, "a policy that pulls has relays"
         puller = WeightPuller(route, is_pinned=own.pulls == "pinned")
-    recorder = PartialStream([part.proxy for part in partials]) if partials else None
+    recorder = None if partials is None else PartialStream(partials.proxy)
     base = base_hash(own.engine.model_path) if own.engine.lora else None
     return Generator(name, engine, text, puller, own.change, recorder, choice, base, TurnRouter(own.engine.slots))
 
@@ -146,13 +146,13 @@ class RolloutWorker:
         name: str,
         spec: RolloutSpec,
         routes: Mapping[str, Route],
-        partials: Mapping[str, Sequence[Remote[Partials]]],
+        partials: Mapping[str, Remote[Partials]],
         hosts: Sequence[Remote[SessionHost]] = (),
     ) -> Self:
         """Load the engine of each policy, in this process. `routes` and `partials` are by name of the policies that
         pull."""
         generators = {
-            policy: await load_generator(name, spec, policy, routes.get(policy), partials.get(policy, ()))
+            policy: await load_generator(name, spec, policy, routes.get(policy), partials.get(policy))
             for policy in spec.generators
         }
         is_training = any(own.pulls == "newest" for own in spec.generators.values())

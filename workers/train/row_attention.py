@@ -162,8 +162,8 @@ class AttentionRow:
 
 
 def block_pairs(until_R: Tensor, positions_R: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return for each block of `_MASK_BLOCK` queries, and of as many keys, whether any query may attend to a key, which
-    may be said of a pair where none does, and whether all do, `(M, M)`.
+    """Return for each block of `_MASK_BLOCK` queries, and of as many keys, whether some query attends to some key (this
+    can be True where none does), and whether all attend to all, `(M, M)`.
 
     No mask over the whole row is built for it.
     """
@@ -187,8 +187,8 @@ def _extremes(x_R: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(is_in_MM: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of keys' blocks of each block of queries, `(1, 1, M)`, and their indices, which come first,
-    `(1, 1, M, M)`."""
+    """Number of the blocks of keys for each block of queries, `(1, 1, M)`, and the indices of all blocks of keys, those
+    first, `(1, 1, M, M)`."""
     indices_MM = torch.argsort(is_in_MM.int(), dim=1, descending=True, stable=True)
     return is_in_MM.sum(1, dtype=torch.int32)[None, None], indices_MM.int()[None, None].contiguous()
 
@@ -350,7 +350,7 @@ def _cast(mask_QL: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 @cache
 def _compiled_flex(*, is_capped: bool) -> Callable[..., tuple[Tensor, AuxOutput]]:
-    """Compile once for rows of any length. With a soft cap, PyTorch cannot, and compiles the first length by itself."""
+    """Compile once for rows of any length. With a soft cap, PyTorch cannot, and begins with a kernel for one length."""
     # Beyond this limit, flex attention would silently compute all scores of a row at once.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
     return torch.compile(flex_attention, dynamic=None if is_capped else True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec
 from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, TrainStats
-from rlsys.errors import DeadlineExceeded, PayloadLost, WorkerDied, WorkerError
+from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref, Task
 from rlsys.util.deadlines import unless
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
@@ -79,25 +79,37 @@ class ReferenceHandle:
 
 
 class RecorderHandle:
-    """The rollout recorder of a policy, which the first file starts. One that fails is replaced at the next file."""
+    """The rollout recorder of a policy, which the first file starts. One that cannot start, dies or is silent is
+    replaced at the next file."""
 
-    def __init__(self, start: Callable[[int], Remote[Recorder]]) -> None:
-        """`start(n)` gives a process to the successor of `n` others."""
-        self._start, self._num_before = start, 0
+    def __init__(self, start: Callable[[int], Remote[Recorder]], silence_s: float) -> None:
+        """`start(n)` gives a process to the successor of `n` others; one without a heartbeat for `silence_s` has
+        failed."""
+        self._start, self._silence_s, self._num_before = start, silence_s, 0
         self._worker: Remote[Recorder] | None = None
         self._writing = asyncio.Lock()
 
     async def write(self, *args: Any) -> None:  # noqa: ANN401
         """Call `Recorder.write`, after those that came before."""
         async with self._writing:
+            if self._worker is None:
+                self._worker = await self._started()
+            worker = self._worker
             try:
-                if self._worker is None:
-                    self._worker = self._start(self._num_before)
-                    await self._worker.setup()
-                await self._worker.call(Recorder.write, *args)
+                await unless(worker.call(Recorder.write, *args), worker.watch_process(self._silence_s))
             except (WorkerDied, DeadlineExceeded):
                 self.close()
                 raise
+
+    async def _started(self) -> Remote[Recorder]:
+        worker = self._start(self._num_before)
+        try:
+            await worker.setup(silence_s=self._silence_s)
+        except RlsysError:
+            worker.kill()
+            self._num_before += 1
+            raise
+        return worker
 
     def close(self) -> None:
         """End the process."""

@@ -30,17 +30,22 @@ def model(model_path: Path, tmp_path: Path) -> Path:
 
 
 def test_what_passed_is_known_until_something_that_was_read_changes(model: Path, tmp_path: Path) -> None:
-    def checks(*overrides: str, tasks: list[tuple[str, list[Task]]] = TASKS) -> PassedChecks:
+    def checks(*overrides: str, tasks: list[tuple[str, list[Task]]] = TASKS, is_trained: bool = True) -> PassedChecks:
         config = Config.load([], keys_of(model, tmp_path / "tasks.jsonl", *overrides))
-        return PassedChecks(config, tasks, tmp_path / "checks")
+        return PassedChecks(config, tasks, tmp_path / "checks", is_trained=is_trained)
 
     assert not checks().is_known
     checks().remember()
     assert checks("run.steps=9", "limits.silence_s=7").is_known
     assert not checks("data.max_prompt_tokens=9").is_known
     assert not checks(tasks=[("data.path", [Task(id="a", prompt="1 2 3")])]).is_known
+    assert not checks(tasks=[("data.path", [Task(id="a", prompt="1 2", tools=({"name": "ask"},))])]).is_known
+    assert not checks(is_trained=False).is_known
     os.utime(model / "config.json", ns=(1, 1))
     assert not checks().is_known
+    (model / "dangling").symlink_to(model / "nowhere")
+    checks().remember()
+    assert not checks().is_known, "what cannot be read is checked again"
 
 
 def test_a_model_of_the_hub_is_never_known(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from rlsys.contracts import Actor, TrainStats
-from rlsys.errors import CheckpointError, PayloadLost, RlsysError, WorkerDied
+from rlsys.errors import CheckpointError, ModelError, PayloadLost, RlsysError, WorkerDied
 from rlsys.loop.learner import StepResult
 from rlsys.loop.rollout_records import MOST_UNWRITTEN, RolloutRecords
 from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
@@ -104,6 +104,7 @@ def test_a_step_waits_only_while_too_many_files_are_unwritten() -> None:
         (CheckpointError("no room"), FileSkipped),
         (PayloadLost((1,)), WorkerFailed),
         (WorkerDied("recorder", "writing", "its process ended"), WorkerFailed),
+        (ModelError("there is no folder"), WorkerFailed),
     ],
 )
 def test_a_writer_that_fails_costs_its_file_and_no_more(error: RlsysError, kind: type) -> None:
@@ -128,6 +129,8 @@ def test_at_the_end_a_file_that_takes_too_long_is_given_up() -> None:
         records, told = records_of(writer)
         await records.begin(2, *step_of(1))
         await records.end(0.0)
-        assert writer.files[0].cancelled() or told.of(RolloutsWritten) == []
+        assert writer.files[0].cancelled()
+        (skipped,) = told.of(FileSkipped)
+        assert (skipped.path, skipped.problem) == ("r/step_000002.parquet", "the run ended before it was written")
 
     asyncio.run(main())

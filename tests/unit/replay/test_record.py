@@ -5,23 +5,32 @@ from __future__ import annotations
 import math
 import struct
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import orjson
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
-from rlsys.replay.recorded_rollouts import open_rollouts, read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import (
+    open_rollouts,
+    read_rollouts,
+    rollout_path,
+    rollout_paths,
+    write_rollouts,
+)
 from rlsys.replay.rollout_log import (
     ROLLOUT_FORMAT,
     GroupRecord,
@@ -185,6 +194,28 @@ def test_one_damaged_group_costs_no_other(tmp_path: Path) -> None:
         file.record(1)
 
 
+def test_a_damaged_end_of_a_file_is_no_error_of_the_disk(tmp_path: Path) -> None:
+    path = rollouts(tmp_path / "step_000010.parquet", [1.0] * 6)
+    whole = path.read_bytes()
+    for place in range(len(whole) - 400, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with suppress(DataError):
+            read_rollouts(path)
+
+
+def test_a_step_that_was_written_again_is_read_once_and_anew(tmp_path: Path) -> None:
+    """As in a run of an earlier version that was resumed."""
+    folder = tmp_path / "rollouts"
+    new, old = rollouts(folder / "step_000010.parquet", [1.0, 1.0]), folder / "step_000010.jsonl"
+    write_lines(old, lines_of(new))
+    write_lines(folder / "step_000009.jsonl", lines_of(new))
+    assert rollout_paths(tmp_path) == [folder / "step_000009.jsonl", new]
+    assert rollout_path(tmp_path, 10) == new
+    new.unlink()
+    assert rollout_path(tmp_path, 10) == old
+    assert rollout_path(tmp_path, 11) == folder / "step_000011.parquet"
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1", b'{"step":1}\n'])
 def test_what_is_no_file_of_rollouts_is_refused(tmp_path: Path, content: bytes) -> None:
     (path := tmp_path / "step_000001.parquet").write_bytes(content)
@@ -217,11 +248,12 @@ def test_an_advantage_that_is_not_finite_comes_back_as_no_number(tmp_path: Path)
     assert math.isnan(back.assigned[0].advantage) and back.columns["reference_logprobs"][0][0] == float("-inf")
 
 
-def test_numpy_numbers_are_stored_as_numbers(tmp_path: Path) -> None:
-    tenth = cast("float", np.float32(0.1))
+@pytest.mark.parametrize("kind", [np.float32, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_stored_as_numbers(kind: Callable[[float], Any], tmp_path: Path) -> None:
+    tenth, number = cast("float", np.float32(0.1)), kind(0.1)
     payload = (replace(said("a"), trajectories=(replace(said("a").trajectories[0], reward=np.float64(0.25)),)),)
     group = group_of(payload).with_scores((Score(tenth, parts={"exact": tenth}),))
-    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group, payload, [TrajectoryAdvantage(0, 0, tenth)])
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group, payload, [TrajectoryAdvantage(0, 0, number)])
     write_rollouts(tmp_path / "s", [replace(record, columns={"values": ((tenth,),)})])
     write_groups(tmp_path / "g", [GroupRecord(group, payload)])
     (back,), (waiting,) = read_rollouts(tmp_path / "s"), read_groups(tmp_path / "g")

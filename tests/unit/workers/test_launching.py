@@ -151,13 +151,10 @@ def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
     assert Config.load(job.run_dir / "failed" / "step_000001" / CONFIG) == job
 
 
-def test_each_relay_keeps_partial_responses_unless_they_are_off(model_path: Path, data_path: Path, tmp_path: Path):
+def test_the_first_relay_keeps_partial_responses_unless_they_are_off(model_path: Path, data_path: Path, tmp_path: Path):
     members = [Remote[Relay](f"relay-{i}", PartialsRelay, None, 5.0) for i in range(2)]
-    relays = RayRelays(members, 20.0, TransportSpec("object_store"), nodes=lambda: ["a", "b"])
-    parts = partials_of(config_of(model_path, data_path, tmp_path, []), relays)
-    assert [(part.name, part.kind, part.part) for part in parts] == [
-        ("relay-0", Partials, "partials."),
-        ("relay-1", Partials, "partials."),
-    ]
+    relays = {"policy": RayRelays(members, 20.0, TransportSpec("object_store"), nodes=lambda: ["a", "b"])}
+    pool = partials_of(config_of(model_path, data_path, tmp_path, []), relays)["policy"]
+    assert (pool.name, pool.kind, pool.part) == ("relay-0", Partials, "partials.")
     off = config_of(model_path, data_path, tmp_path, ["rollout.partial_responses=false"])
-    assert partials_of(off, relays) == []
+    assert partials_of(off, relays) == {}

@@ -134,7 +134,7 @@ class Pair:
                 when=when,
                 workflow=workflows[i],
                 num_tokens=NUM_TOKENS,
-                recorder=PartialStream([self.store], period_s=0),
+                recorder=PartialStream(self.store, period_s=0),
             )
             for i in range(2)
         ]
@@ -223,7 +223,7 @@ def test_inflight_tokens_older_than_the_permit_are_sampled_again():
 
 def test_partials_are_forgotten_even_if_the_next_attempt_ends_unused():
     pair = Pair()
-    third = replica_of(pair.shelves[1], scripted("c"), name="c", recorder=PartialStream([pair.store], period_s=60.0))
+    third = replica_of(pair.shelves[1], scripted("c"), name="c", recorder=PartialStream(pair.store, period_s=60.0))
 
     async def scenario() -> None:
         await pair.dies_at(20)
@@ -320,7 +320,7 @@ def test_a_pool_that_came_back_empty_is_told_all_again():
 def test_partials_of_a_guest_outlive_its_owner():
     pair = Pair()
     third = scripted("c")
-    c = replica_of(Shelf(), third, name="c", num_tokens=NUM_TOKENS, recorder=PartialStream([pair.store], period_s=0))
+    c = replica_of(Shelf(), third, name="c", num_tokens=NUM_TOKENS, recorder=PartialStream(pair.store, period_s=0))
     a, b = pair.workers
 
     async def scenario() -> None:
@@ -359,7 +359,7 @@ def test_groups_shorter_than_the_period_are_never_recorded():
         async def forget(self, ticket: Ticket) -> None:
             raise AssertionError("nothing to forget")
 
-    worker = replica_of(Shelf(), engine, name="a", recorder=PartialStream([Untouched()], period_s=60.0))
+    worker = replica_of(Shelf(), engine, name="a", recorder=PartialStream(Untouched(), period_s=60.0))
 
     async def scenario() -> None:
         await worker.run(assignment())
@@ -377,7 +377,7 @@ def test_a_group_that_is_dropped_is_forgotten():
             raise TaskTooLong("rollout-0", "encoding a prompt", "80 tokens")
 
     store = Partials()
-    worker = replica_of(Shelf(), scripted("a"), workflow=TooLong(), recorder=PartialStream([store], period_s=0))
+    worker = replica_of(Shelf(), scripted("a"), workflow=TooLong(), recorder=PartialStream(store, period_s=0))
 
     async def scenario() -> None:
         with pytest.raises(TaskTooLong):
@@ -397,24 +397,8 @@ def test_tokens_of_a_version_not_acknowledged_yet_are_not_noted():
         await until(lambda: engine.stats().num_tokens >= 10)
         assert a.generator._recorder is not None
         other = Partials()
-        await PartialStream([other], period_s=0).note(engine, a.generator._stays.values(), {})
+        await PartialStream(other, period_s=0).note(engine, a.generator._stays.values(), {})
         assert await other.recall(3) == {}
         await group
 
     played(pair.workers, scenario)
-
-
-def test_each_part_of_the_pool_keeps_its_groups_whatever_becomes_of_the_others():
-    parts = [Partials(), Dead(), Partials()]
-    engine = scripted("a")
-    worker = replica_of(Shelf(), engine, name="a", num_tokens=NUM_TOKENS, recorder=PartialStream(parts, period_s=0))
-
-    async def scenario() -> None:
-        parts[1].is_dead = True  # type: ignore[attr-defined]
-        groups = [asyncio.create_task(worker.run(assignment(group_id=i))) for i in range(3)]
-        while not (await parts[0].recall(0) and await parts[2].recall(2)):  # noqa: ASYNC110  (the recorder tells nobody)
-            await asyncio.sleep(0)
-        assert [set(part._kept) for part in parts] == [{0}, set(), {2}]
-        await asyncio.gather(*groups)
-
-    played([worker], scenario)

@@ -91,8 +91,7 @@ class Scripted(RolloutPool):
         self.started: list[str] = []
         self.recovered: list[str] = []
         supply = PoolSpec(size, self._start, lease_s=10.0, silence_s=6.0, max_attempts=2)
-        parts = {policy: [part] for policy, part in partials.items()}
-        super().__init__(supply, partials=parts, policies=tuple(partials) or (POLICY,))
+        super().__init__(supply, partials=partials, policies=tuple(partials) or (POLICY,))
         self.on_failure = self.failures.append
         self.on_recovery = lambda name, seconds: self.recovered.append(name)
 
