@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -79,8 +80,7 @@ class ReferenceHandle:
 
 
 class RecorderHandle:
-    """The rollout recorder of a policy, which the first file starts. One that cannot start, dies or is silent is
-    replaced at the next file."""
+    """The rollout recorder of a policy. One that cannot start, dies or is silent is replaced at the next file."""
 
     def __init__(self, start: Callable[[int], Remote[Recorder]], silence_s: float) -> None:
         """`start(n)` gives a process to the successor of `n` others; one without a heartbeat for `silence_s` has
@@ -88,6 +88,13 @@ class RecorderHandle:
         self._start, self._silence_s, self._num_before = start, silence_s, 0
         self._worker: Remote[Recorder] | None = None
         self._writing = asyncio.Lock()
+
+    async def ready(self) -> None:
+        """Start the process, so that none starts in the middle of a run. A failure is told at the first file, which
+        tries again."""
+        if self._worker is None:
+            with suppress(RlsysError):
+                self._worker = await self._started()
 
     async def write(self, *args: Any) -> None:  # noqa: ANN401
         """Call `Recorder.write`, after those that came before."""
@@ -225,7 +232,8 @@ class ActorHandle(RanksHandle[ActorRank]):
             self.recorder.close()
 
     async def ready(self) -> None:
-        await super().ready()
+        recorder = [self.recorder.ready()] if self.recorder else []
+        await asyncio.gather(super().ready(), *recorder)
         if len(self._ranks) > 1:
             self.pair_cost = await self._ranks[0].call(ActorRank.pair_cost)
 
