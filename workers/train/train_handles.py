@@ -112,7 +112,7 @@ class RecorderHandle:
         worker = self._start(self._num_before)
         try:
             await worker.setup(silence_s=self._silence_s)
-        except RlsysError:
+        except (RlsysError, asyncio.CancelledError):
             worker.kill()
             self._num_before += 1
             raise
