@@ -211,7 +211,7 @@ class Engine(Protocol):
         """
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
-        """What the running requests among `known` have sampled after their first `known[id]` tokens, by request id;
+        """Report new tokens of the running requests among `known`, those after their first `known[id]`, by request id;
         finish None. Their `begun` tokens count too.
 
         A consistent snapshot between two steps. Excludes requests that wait, or have sampled nothing here or nothing

@@ -61,7 +61,7 @@ class EngineJob:
         return self.request.begun.then(sampled) if self.request.begun else sampled
 
     def since(self, num_tokens: int) -> Completion:
-        """What follows the first `num_tokens` tokens of a running request. The cost grows with what is new alone."""
+        """Return the tokens after the first `num_tokens` of a running request. The cost grows with those alone."""
         begun, num_here = self.request.begun, num_tokens - self.request.num_begun
         if begun and num_here < 0:
             return begun.since(num_tokens).then(self._sampled(0, None))
@@ -70,7 +70,7 @@ class EngineJob:
     def _sampled(
         self, start: int, finish: Literal["stop", "length", "abort"] | None, cache: object | None = None
     ) -> Completion:
-        """What was sampled here, from the token `start` on."""
+        """Return the tokens sampled here, from the token `start` on."""
         marks = [*self.marks, (len(self.output_ids), 0)]
         spans = (VersionSpan(version, end - begin) for (begin, version), (end, _) in pairwise(marks))
         ids, logprobs = tuple(self.output_ids[start:]), tuple(self.logprobs[start:])

@@ -5,7 +5,7 @@ in the tree attends to all of it. On the CPU, PyTorch's flash attention computes
 are joined by their log-sum-exps, forward and backward. So no matrix over the whole row exists, keys and values are not
 copied for each sample, and nothing is masked except by a sliding window, which counts positions of a sample and not of
 the row. Scores with a soft cap and sinks are in `attention_kernels`. On CUDA, flex attention takes the same rule as a
-mask; it ran on an H100.
+mask; see `docs/measurements.md` for what ran.
 
 Shape suffixes: `R` positions of the row, `M` blocks of flex attention's mask, `B` blocks computed together, `Q` and `L`
 their queries and keys, `H` query heads, `K` key-value heads, `D` width of a head.
