@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from rlsys.algorithm import Assigned, Signal
+from rlsys.algorithm import Signal, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan
 from rlsys.errors import WorkerError
 from rlsys.types import (
@@ -237,6 +237,18 @@ class Critic(TrainedModel, StepAnnotator, Protocol):
         """Restore the files of `save`, onto any number of ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """One group of a trained step, to be recorded."""
+
+    place: int
+    """Its index in the step."""
+    task: Task
+    group: Group
+    assigned: Sequence[TrajectoryAdvantage]
+    """Advantages that it was trained with."""
+
+
 class Actor(TrainedModel, Protocol):
     """Policy in training."""
 
@@ -261,17 +273,9 @@ class Actor(TrainedModel, Protocol):
         has no state of it, and 0 without a stabilizer.
         """
 
-    async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Assigned,
-        places: Sequence[int],
-    ) -> Awaitable[None]:
-        """Begin to write the groups at `places` of the last trained step, for people and for `rlsys replay`. The file
-        contains prompts, completions, scores and advantages.
+    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+        """Begin to write these groups of the last trained step, for people and for `rlsys replay`. The file contains
+        prompts, completions, scores and advantages.
 
         Returns once the next step may be trained; awaiting the result waits until the file is written. That raises
         `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 
-from rlsys.contracts import Actor
+from rlsys.contracts import Actor, TrainedGroup
 from rlsys.errors import CheckpointError, RlsysError, WorkerError
 from rlsys.loop.learner import StepResult
 from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
@@ -50,8 +50,9 @@ class RolloutRecords:
         while len(self._writing) >= MOST_UNWRITTEN:
             await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
         path = self.path(step)
-        places = self._places(result.groups)
-        written = await self.actor.record(path, step, tasks, result.groups, result.assigned, places)
+        groups, assigned = result.groups, result.assigned
+        trained = [TrainedGroup(i, tasks[i], groups[i], assigned[i]) for i in self._places(groups)]
+        written = await self.actor.record(path, step, trained)
         task = asyncio.create_task(self._finish(path, step, written))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlsys.algorithm import Assigned, Signal
+from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
-from rlsys.contracts import Arrival, Published, TrainStats
+from rlsys.contracts import Arrival, Published, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.simulate.fake_pools import now
-from rlsys.types import Episode, Group, PolicyVersion, Ref, Task
+from rlsys.types import Episode, Group, PolicyVersion, Ref
 
 if TYPE_CHECKING:
     from rlsys.config import Config
@@ -189,20 +189,12 @@ class FakeActor(_FakeModel):
         self.num_steps, self.num_seen = state["num_steps"], state["num_seen"]
         return max(0, self.world.synchronous_steps - self.num_seen)
 
-    async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Assigned,
-        places: Sequence[int],
-    ) -> Awaitable[None]:
+    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
         self._begin("record")
-        rows = [(tasks[i], groups[i], assigned[i]) for i in places]
 
         async def write() -> None:
-            write_rollouts(path, [RolloutRecord.of(step, t, g, _payload(g), a) for t, g, a in rows])
+            records = [RolloutRecord.of(step, o.task, o.group, _payload(o.group), o.assigned) for o in trained]
+            write_rollouts(path, records)
 
         return write()
 

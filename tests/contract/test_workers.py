@@ -14,7 +14,7 @@ import pytest
 from algorithms.grpo import GRPO
 from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import plan_batch
-from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, Workers
+from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, TrainedGroup, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
@@ -156,7 +156,7 @@ async def scored(kit: Kit, group: Group) -> Group:
 async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
     """What was said in a group, as its record shows."""
     path = folder / f"{group.replica}-{group.group_id}.parquet"
-    await (await kit.workers.actor.record(path, 1, [TASK], [group], [()], [0]))
+    await (await kit.workers.actor.record(path, 1, [TrainedGroup(0, TASK, group, ())]))
     (record,) = read_rollouts(path)
     return [replace(t, versions=()) for e in record.episodes for j in e.trajectories for t in j.turns]
 

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from rlsys.algorithm import Aggregation, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, RankPlan, plan_batch
-from rlsys.contracts import Graft, TrainStats
+from rlsys.contracts import Graft, TrainedGroup, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.replay.rollout_log import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
@@ -112,7 +112,7 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
 
     async def recorded(groups: list[Group]) -> None:
         path = tmp_path / "rollouts" / "step_000001.parquet"
-        await (await actor.record(path, 1, [task] * len(groups), groups, [()] * len(groups), range(len(groups))))
+        await (await actor.record(path, 1, [TrainedGroup(i, task, g, ()) for i, g in enumerate(groups)]))
 
     async def scenario() -> None:
         await asyncio.gather(rewards.ready(), reference.ready(), actor.ready())

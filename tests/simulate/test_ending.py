@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.algorithm import Assigned
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Published, Workers
+from rlsys.contracts import Published, TrainedGroup, Workers
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, TrainingError, WorkerDied, full_text
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import SAVE_S, STOP_S, Driver
 from rlsys.monitoring.events import RolledBack, StepDone
 from rlsys.testing import EventRecorder, FakeActor, FakeWorld, Fault, run_virtual
-from rlsys.types import Group, PolicyVersion, Task
+from rlsys.types import Group, PolicyVersion
 from tests.simulate.test_evaluation_lane import evaluated
 from tests.simulate.world import driver_on, go_on
 
@@ -49,17 +48,9 @@ class StuckActor(FakeActor):
         await self._maybe_wait("save")
         return await super().save(folder)
 
-    async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Assigned,
-        places: Sequence[int],
-    ) -> Awaitable[None]:
+    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
         await self._maybe_wait("record")
-        return await super().record(path, step, tasks, groups, assigned, places)
+        return await super().record(path, step, trained)
 
 
 @dataclass

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from rlsys.algorithm import TrajectoryAdvantage
+from rlsys.contracts import TrainedGroup
 from rlsys.errors import CheckpointError
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord
-from rlsys.types import Group, Task
 from rlsys.util.deadlines import remote
 from workers.ray.remote_proxy import Parcel
 from workers.text.tokenizer import TextTokenizer
 from workers.train.token_columns import Reader, Speller, TokenColumns
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedGroup:
-    """One group to write."""
-
-    place: int
-    """Its index in the step."""
-    task: Task
-    group: Group
-    """Without payload and columns."""
-    assigned: Sequence[TrajectoryAdvantage]
 
 
 class Recorder:
@@ -47,8 +34,8 @@ class Recorder:
         parcel: Parcel,
         *columns: list[TokenColumns],
     ) -> None:
-        """Write groups of a step. `parcel` has their payloads, then their columns of each of `signals`; `columns` are
-        the per-token results of all ranks.
+        """Write groups of a step, given without payload and columns. `parcel` has their payloads, then their columns of
+        each of `signals`; `columns` are the per-token results of all ranks.
 
         Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
         """

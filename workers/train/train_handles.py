@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from rlsys.algorithm import Algorithm, Assigned, Signal
+from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Published, TrainStats
+from rlsys.contracts import Published, TrainedGroup, TrainStats
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
-from rlsys.types import Group, PolicyVersion, Ref, Task
+from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import unless
 from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
 from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
-from workers.train.recorder import Recorder, TrainedGroup
+from workers.train.recorder import Recorder
 from workers.train.reference_worker import ReferenceWorker
 
 if TYPE_CHECKING:
@@ -254,25 +254,17 @@ class ActorHandle(RanksHandle[ActorRank]):
     async def export(self, folder: Path) -> None:
         await self._all(ActorRank.export, folder)
 
-    async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Assigned,
-        places: Sequence[int],
-    ) -> Awaitable[None]:
+    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+        groups = [own.group for own in trained]
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
         firsts = self._ranks[:: self._num_peers]
         told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in firsts))
         columns: Sequence[Any] = [column for _, (column,) in told]
-        chosen, bare = [groups[i] for i in places], _bare(groups)
-        payloads = [(g.group_id, g.payload) for g in chosen]
-        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in chosen])
-        trained = [TrainedGroup(i, tasks[i], bare[i], assigned[i]) for i in places]
+        payloads = [(g.group_id, g.payload) for g in groups]
+        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
+        bare = [replace(own, group=group) for own, group in zip(trained, _bare(groups), strict=True)]
         assert self.recorder is not None, "a run that records has one"
-        return self.recorder.write(path, step, trained, signals, parcel, *columns)
+        return self.recorder.write(path, step, bare, signals, parcel, *columns)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))

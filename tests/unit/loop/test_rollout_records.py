@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from rlsys.contracts import Actor, TrainStats
+from rlsys.contracts import Actor, TrainedGroup, TrainStats
 from rlsys.errors import CheckpointError, ModelError, PayloadLost, RlsysError, WorkerDied
 from rlsys.loop.learner import StepResult
 from rlsys.loop.rollout_records import MOST_UNWRITTEN, RolloutRecords
 from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
 from rlsys.testing.fake_run import EventRecorder
-from rlsys.types import Group, Task
+from rlsys.types import Task
 from tests.groups import group
 
 
@@ -26,16 +26,8 @@ class Writer:
         self.places: list[Sequence[int]] = []
         self.files: list[asyncio.Future[None]] = []
 
-    async def record(
-        self,
-        path: Path,
-        step: int,
-        tasks: Sequence[Task],
-        groups: Sequence[Group],
-        assigned: Any,
-        places: Sequence[int],
-    ) -> Awaitable[None]:
-        self.places.append(places)
+    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+        self.places.append([own.place for own in trained])
         self.files.append(asyncio.get_running_loop().create_future())
         return self.files[-1]
 
