@@ -53,6 +53,11 @@ class AEPO(ClippedSurrogate, PolicyGradient):
         if self.entropy_low >= self.entropy_high:
             yield f"entropy_low: should be less than entropy_high, {self.entropy_high:g} (got {self.entropy_low:g})"
 
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """False: the entropy is that of all samples."""
+        return False
+
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         return self.group_relative(group, std_normalize=self.std_over == "group")
 

@@ -219,6 +219,14 @@ class PolicyGradient(Algorithm):
     def aggregation(self) -> Aggregation:
         return Aggregation(self.over, self.budget)
 
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """True if surrogate and corrections are the whole loss, advantages are final, and nothing is measured over all
+        tokens. Metrics per token then leave out the samples without an advantage."""
+        own = type(self)
+        is_whole = own.loss is PolicyGradient.loss and own.token_advantages is Algorithm.token_advantages
+        return is_whole and self.kl_coef == 0 and not (self.whitens or self.has_step_statistics)
+
     def credits(
         self, group: Group, known: Container[Place]
     ) -> Iterator[tuple[Place, TrajectoryMeta, dict[Place, float]]]:
@@ -249,7 +257,10 @@ class PolicyGradient(Algorithm):
         return corrected(self.correction, policies, self.surrogate(policies), self.kl(policies))
 
     def surrogate(self, policies: Policies) -> LossOutput:
-        """Loss of each token, whose gradient is that of the objective; before the KL term and corrections."""
+        """Loss of each token, whose gradient is that of the objective; before the KL term and corrections.
+
+        It is 0 where the advantage is. A loss with other terms overrides `loss`, or `skips_zero_advantages`.
+        """
         raise NotImplementedError(f"{type(self).__name__} gives no surrogate: implement `surrogate` or `loss`")
 
     def proximal_logprobs(self, logprobs_N: Tensor, batch: LossInputs) -> Tensor:

@@ -206,6 +206,12 @@ class Algorithm:
         """True if `loss` needs `step_statistics`, which cost a pass over the whole step before the first update."""
         return False
 
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """True if the loss of a sample is 0 where its advantages are, whatever its tokens: then it goes through no
+        model. Such samples still count in the averages of the loss."""
+        return False
+
     def trains_policy(self, version: PolicyVersion) -> bool:
         """Return True if the step from `version` trains the policy; False while only a critic warms up."""
         return True

@@ -51,12 +51,14 @@ class RankPlan:
     """Its micro-batches of each optimizer update, in order. Every update trains other groups, and gives all ranks
     equally many micro-batches, because collectives must match."""
     num_tokens: int
-    """Trained tokens of the step, over all ranks, without fillers."""
+    """Tokens of the step whose losses are computed, over all ranks, without fillers."""
     partners: tuple[int | None, ...]
     """Per group: the group whose first prompt precedes its samples in mismatched pairs. None if all other groups have
     the same first prompt."""
     staleness: float = 0.0
     """Mean number of weight versions since the tokens of the step were sampled."""
+    num_skipped: int = 0
+    """Trained tokens of the step that go through no model: see `Algorithm.skips_zero_advantages`."""
 
     @property
     def micro_batches(self) -> list[MicroBatchPlan]:
@@ -79,6 +81,7 @@ def plan_batch(
     has_pairs: bool = False,
     pair_cost: float = 0.0,
     version: PolicyVersion = 0,
+    skips_zeros: bool = False,
 ) -> BatchPlan:
     """Plan a step that starts from the weights of `version`.
 
@@ -88,12 +91,13 @@ def plan_batch(
     bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equal cost (`balanced`), where attention
     of one token to one other costs `pair_cost` times as much as the rest of the model for a token. Each rank then fills
     micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when every sample
-    follows its partner's prompt. Samples without a trained token are left out.
+    follows its partner's prompt. Samples without a trained token are left out. With `skips_zeros` also those whose
+    advantages are 0, one of each update excepted if all are; they count in the weights of the others.
     Raises `ValueError` if nothing is left, or for more updates than groups.
     """
     if num_updates > len(groups):
         raise ValueError(f"a step of {len(groups)} groups cannot be cut into {num_updates} updates")
-    found = [_samples(i, group, assigned[i]) for i, group in enumerate(groups)]
+    found = [_samples(i, group, assigned[i], skips_zeros=skips_zeros) for i, group in enumerate(groups)]
     trained = [samples for samples in found if samples]
     if not trained:
         raise ValueError("nothing to train: no trajectory of these groups was assigned an advantage")
@@ -102,9 +106,11 @@ def plan_batch(
     prompts = [other.num_prompt if other else 0 for other in others]
     runs = _runs(trained, num_updates)
     updates = [_update(run, aggregation, num_ranks, max_tokens, prompts, pair_cost) for run in runs]
-    num_tokens = sum(sample.meta.num_trained for samples in trained for sample in samples)
+    num_tokens = sum(num for _, num in updates)
     staleness = mean_staleness(groups, version)
-    return tuple(RankPlan(of_rank, num_tokens, partners, staleness) for of_rank in zip(*updates, strict=True))
+    num_skipped = sum(sample.meta.num_trained for samples in trained for sample in samples) - num_tokens
+    by_rank = zip(*(ranks for ranks, _ in updates), strict=True)
+    return tuple(RankPlan(of_rank, num_tokens, partners, staleness, num_skipped) for of_rank in by_rank)
 
 
 def mean_staleness(groups: Sequence[Group], version: PolicyVersion) -> float:
@@ -131,13 +137,15 @@ class _Sample(NamedTuple):
     ref: SampleRef
     meta: SampleMeta
     num_shared: int
-    """Leading tokens that it has in common with the trained sample before it."""
+    """Leading tokens that it has in common with the sample before it that is not skipped."""
     weight: float = 1.0
     """That of its episode."""
+    is_skipped: bool = False
+    """True if it only counts in the weights of others."""
 
 
-def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) -> list[_Sample]:
-    """Return the samples to train, in the order of their tokens."""
+def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage], *, skips_zeros: bool) -> list[_Sample]:
+    """Return the samples with a trained token, in the order of their tokens."""
     advantages = {(a.episode, a.trajectory, a.sample): a for a in assigned}
     own = {place for place, _ in group.trajectories()}
     every = (
@@ -153,8 +161,9 @@ def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage]) 
         given = advantages.get((e, t, s), advantages.get((e, t, None))) if (e, t) in own else None
         if given is not None and meta.num_trained:
             ref = SampleRef(index, e, t, s, given.advantage, token_weight=0.0, turns=given.turns)
-            samples.append(_Sample(ref, meta, num_shared, group.episodes[e].weight))
-            num_shared = num_run(meta)
+            is_skipped = skips_zeros and not any((given.advantage, *given.turns))
+            samples.append(_Sample(ref, meta, num_shared, group.episodes[e].weight, is_skipped))
+            num_shared = num_shared if is_skipped else num_run(meta)
     return samples
 
 
@@ -173,15 +182,20 @@ def _update(
     max_tokens: int,
     partner_prompts: Sequence[int],
     pair_cost: float,
-) -> list[tuple[MicroBatchPlan, ...]]:
-    """Return the micro-batches of each rank for one update."""
-    samples = [sample for of_group in groups for sample in of_group]
-    bundles = _bundles(groups, _token_weights(samples, aggregation), max_tokens, partner_prompts)
+) -> tuple[list[tuple[MicroBatchPlan, ...]], int]:
+    """Return the micro-batches of each rank for one update, and the number of their trained tokens."""
+    weights = iter(_token_weights([sample for of_group in groups for sample in of_group], aggregation))
+    weighted = [[s._replace(ref=replace(s.ref, token_weight=next(weights))) for s in of_group] for of_group in groups]
+    run = [[sample for sample in of_group if not sample.is_skipped] for of_group in weighted]
+    if not any(run):
+        run = [weighted[0][:1]]
+    bundles = _bundles(run, max_tokens, partner_prompts)
     shares = balanced([bundle.num_tokens + pair_cost * bundle.num_attended for bundle in bundles], num_ranks)
     ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
-    return [tuple(r + [filler] * (depth - len(r))) for r in ranks]
+    num_tokens = sum(sample.meta.num_trained for of_group in run for sample in of_group)
+    return [tuple(r + [filler] * (depth - len(r))) for r in ranks], num_tokens
 
 
 def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list[float]:
@@ -201,7 +215,7 @@ def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list
         case "agents":
             num_tokens: Counter[tuple[int, int, int]] = Counter()
             weights: dict[tuple[int, int], float] = {}
-            for ref, meta, _, weight in samples:
+            for ref, meta, _, weight, _ in samples:
                 num_tokens[ref.group, ref.episode, ref.trajectory] += meta.num_trained
                 weights[ref.group, ref.episode] = weight
             num_agents = Counter((g, e) for g, e, _ in num_tokens)
@@ -254,23 +268,21 @@ class _Bundle:
 
 def _bundles(
     groups: Sequence[list[_Sample]],
-    weights: Sequence[float],
     max_tokens: int,
     partner_prompts: Sequence[int],
 ) -> list[_Bundle]:
     """Bundle neighbours in each group until no more fit. `partner_prompts` are by group, 0 without pairs."""
     bundles: list[_Bundle] = []
-    following = iter(weights)
     for samples in groups:
         before: SampleMeta | None = None
-        for sample, weight in zip(samples, following, strict=False):
+        for sample in samples:
             meta, partner_prompt = sample.meta, partner_prompts[sample.ref.group]
             length, num_reused = num_run(meta), num_reused_of(meta, sample.num_shared, before) if before else 0
             num_own = meta.num_completion if partner_prompt else 0
             if before is None or not bundles[-1].can_take(length - num_reused, num_own, max_tokens):
                 bundles.append(_Bundle(num_pair_tokens=partner_prompt))
                 num_reused = 0
-            bundles[-1].add([replace(sample.ref, token_weight=weight)], length - num_reused, num_own)
+            bundles[-1].add([sample.ref], length - num_reused, num_own)
             bundles[-1].num_attended += (length * (length + 1) - num_reused * (num_reused + 1)) // 2
             before = meta
     return bundles

@@ -66,6 +66,7 @@ class BatchShape:
             has_pairs=any(signal.is_paired for signal in algorithm.signals),
             pair_cost=pair_cost,
             version=version,
+            skips_zeros=algorithm.skips_zero_advantages,
         )
 
 

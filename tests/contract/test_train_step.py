@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithm import LossInputs, LossOutput, Signal
-from rlsys.batch.packing import BatchPlan
+from rlsys.batch.packing import BatchPlan, MicroBatchPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import OutOfMemory, TrainingError
 from rlsys.types import Distribution, PolicyVersion
@@ -125,6 +125,31 @@ def test_updates_match_adamw_by_hand_with_ratios_against_step_start(model_path: 
 def test_the_ratio_of_a_single_update_is_one(model_path: str) -> None:
     _, metrics = trained(model_path, PLAIN, 1, RankGroup(), num_steps=2)
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
+
+
+def test_skipping_zero_advantages_saves_forwards_and_changes_no_weight(model_path: str) -> None:
+    plan, payloads = planned(0, 1, PLAIN, max_tokens=1)
+    is_trained = [micro_batch.samples[0].group < 2 for micro_batch in plan[0].micro_batches]
+
+    def left(micro_batch: MicroBatchPlan) -> MicroBatchPlan:
+        (ref,) = micro_batch.samples
+        return replace(micro_batch, samples=(replace(ref, advantage=ref.advantage if ref.group < 2 else 0.0),))
+
+    whole = replace(plan[0], updates=(tuple(map(left, plan[0].updates[0])),))
+    kept = tuple(m for m, is_kept in zip(whole.updates[0], is_trained, strict=True) if is_kept)
+    num_kept = sum(data_of(payloads).num_trained(m) for m in kept)
+    skipping = replace(whole, updates=(kept,), num_tokens=num_kept, num_skipped=plan[0].num_tokens - num_kept)
+    backends, forwards, metrics = [], [], []
+    for of_rank in (whole, skipping):
+        backend = FsdpBackend(model_path, SETTINGS, RankGroup())
+        backend._scorer.register_forward_hook(lambda *_: forwards.append(1))
+        metrics.append(backend.train_step(of_rank, data_of(payloads), PLAIN, distribution=Distribution(0.9)))
+        backends.append(backend.full_weights(torch.float32))
+    assert len(forwards) == len(is_trained) + sum(is_trained)
+    assert metrics[1]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-6)
+    assert metrics[1]["batch/skipped_frac"] == skipping.num_skipped / plan[0].num_tokens > 0.3
+    for name, weight in backends[0].items():
+        torch.testing.assert_close(backends[1][name], weight, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ class FsdpBackend(Sharded):
             "loss": means.pop("loss"),
             "optim/grad_norm": means.pop("grad_norm"),
             "optim/lr": self.lr(plan.staleness),
+            "batch/skipped_frac": plan.num_skipped / (plan.num_tokens + plan.num_skipped),
         }
         metrics |= {**means, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
         metrics |= self._replay.reduced(self._ranks) if self._replay else {}

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms.corrections import Geometric, OffPolicyMask, SequenceTis, Tis
+from algorithms.grpo import GRPO
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from rlsys.algorithm import Algorithm, LossInputs, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import SampleRef, num_trained, plan_batch
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
@@ -174,11 +175,18 @@ def facts_of(algorithm: Algorithm, refs_by_rank: Sequence[Sequence[SampleRef]], 
 
 
 def trained(
-    algorithm: Algorithm, step: Sequence[Group], num_ranks: int, max_tokens: int
+    algorithm: Algorithm, step: Sequence[Group], num_ranks: int, max_tokens: int, *, skips_zeros: bool | None = None
 ) -> tuple[float, dict[tuple[int, ...], list[float]], dict[str, float]]:
     """The loss of a step in one update, its gradient by the logprobs of each sample, and the sums of its metrics."""
     assigned = algorithm.finalize_advantages(step, {}).groups
-    plan = plan_batch(step, assigned, algorithm.aggregation.with_budget(7), num_ranks=num_ranks, max_tokens=max_tokens)
+    plan = plan_batch(
+        step,
+        assigned,
+        algorithm.aggregation.with_budget(7),
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        skips_zeros=algorithm.skips_zero_advantages if skips_zeros is None else skips_zeros,
+    )
     ranks = [[part for part in rank.micro_batches if part.weight] for rank in plan]
     facts = facts_of(algorithm, [[ref for part in rank for ref in part.samples] for rank in ranks], step)
     batches = [(part.samples, inputs(part.samples, step, algorithm)) for rank in ranks for part in rank]
@@ -221,6 +229,55 @@ def test_splits_into_micro_batches_and_ranks_change_no_result(
         assert split_gradients[place] == pytest.approx(gradient, rel=1e-9, abs=1e-12)
     assert split_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-9)
     assert undocumented(metrics) == []
+
+
+def without_advantage(step: Sequence[Group], which: int) -> list[Group]:
+    """The step with equal rewards in the groups from `which` on."""
+
+    def equal(scored: Group) -> Group:
+        episodes = [
+            replace(episode, trajectories=tuple(replace(t, reward=t.reward and 1.0) for t in episode.trajectories))
+            for episode in scored.episodes
+        ]
+        return replace(scored, episodes=tuple(episodes))
+
+    return [equal(scored) if i >= which else scored for i, scored in enumerate(step)]
+
+
+SKIPPING = {name: algorithm for name, algorithm in VARIANTS.items() if algorithm.skips_zero_advantages}
+
+
+@pytest.mark.parametrize("algorithm", [*SKIPPING.values()], ids=[*SKIPPING])
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 1000), num_ranks=st.integers(1, 3), max_tokens=st.integers(1, 60))
+def test_skipped_samples_change_neither_loss_nor_gradient(
+    algorithm: Algorithm, seed: int, num_ranks: int, max_tokens: int
+) -> None:
+    step = without_advantage([some_group(1000 * seed + i) for i in range(3)], 1)
+    if not sum(num_trained(*pair) for pair in zip(step, algorithm.finalize_advantages(step, {}).groups, strict=True)):
+        return
+    loss, gradients, _ = trained(algorithm, step, 1, 10_000, skips_zeros=False)
+    skipped_loss, skipped_gradients, _ = trained(algorithm, step, num_ranks, max_tokens)
+    assert skipped_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    for place, gradient in gradients.items():
+        if place in skipped_gradients:
+            assert skipped_gradients[place] == pytest.approx(gradient, rel=1e-9, abs=1e-12)
+        else:
+            assert not any(gradient)
+
+
+def test_nothing_is_skipped_where_zero_advantages_are_trained_or_measured() -> None:
+    skipping = {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "aipo", "longcat", "eapo", "mrt"}
+    assert {name for name, algorithm in DEFAULTS.items() if algorithm.skips_zero_advantages} == skipping
+    assert not any(algorithm.skips_zero_advantages for name, algorithm in VARIANTS.items() if name.endswith("with kl"))
+
+    @dataclass(frozen=True, kw_only=True)
+    class WithEntropyBonus(GRPO):
+        def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+            own = super().loss(logprobs_N, batch)
+            return replace(own, loss_N=own.loss_N + 0.01 * logprobs_N)
+
+    assert not WithEntropyBonus().skips_zero_advantages
 
 
 def placed(algorithm: Algorithm, scored: Group) -> dict[tuple[int, int, int | None], float]:

@@ -118,6 +118,44 @@ def test_a_plan_partitions_the_trained_samples_with_advantages(
 
 
 @settings(deadline=None, max_examples=100)
+@given(
+    groups=group_lists,
+    aggregation=aggregations,
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(1, 60),
+    num_updates=st.integers(1, 3),
+)
+def test_samples_of_zero_advantage_are_skipped_and_count_in_the_weights(
+    groups: list[Group], aggregation: Aggregation, num_ranks: int, max_tokens: int, num_updates: int
+) -> None:
+    assume(num_updates <= len(groups))
+    whole = plan_of(groups, aggregation, num_ranks, max_tokens, num_updates=num_updates)
+    plan = plan_of(groups, aggregation, num_ranks, max_tokens, num_updates=num_updates, skips_zeros=True)
+    for every, kept in zip(by_update(whole), by_update(plan), strict=True):
+        weights = {place(ref): ref.token_weight for ref in every if ref.advantage}
+        if weights:
+            assert {place(ref): ref.token_weight for ref in kept} == weights
+        else:
+            assert len(kept) == 1, "an update has at least one sample"
+    num_kept = sum(meta(groups, ref).num_trained for update in by_update(plan) for ref in update)
+    assert {(rank.num_tokens, rank.num_skipped) for rank in plan} == {(num_kept, whole[0].num_tokens - num_kept)}
+
+
+def test_a_sample_shares_its_prefix_with_the_one_before_it_that_runs() -> None:
+    lengths = [(62, 0), (62, 30), (62, 60)]  # of the samples in order, and what each shares with the one before it
+    samples = [SampleMeta(4, n - 4, n - 4, 1, i, num_shared) for i, (n, num_shared) in enumerate(lengths)]
+    members = group(0, *(one(sample) for sample in samples))
+    assigned = [TrajectoryAdvantage(e, 0, advantage) for e, advantage in enumerate((1.0, 0.0, -1.0))]
+    room = 61 + 61 - 30  # inputs of the first, and of the third behind the 30 tokens that both have
+
+    def rows(max_tokens: int) -> int:
+        plan = plan_batch([members], [assigned], TOKENS, num_ranks=1, max_tokens=max_tokens, skips_zeros=True)
+        return len(plan[0].micro_batches)
+
+    assert (rows(room), rows(room - 1)) == (1, 2)
+
+
+@settings(deadline=None, max_examples=100)
 @given(groups=group_lists, num_updates=st.integers(1, 5))
 def test_updates_are_consecutive_runs_of_nearly_equal_length(groups: list[Group], num_updates: int) -> None:
     assume(num_updates <= len(groups))
