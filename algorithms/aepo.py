@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import stdev
 from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import NonNegativeFloat
@@ -14,6 +13,7 @@ from algorithms.fields import RULES
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded
 from rlsys.algorithm import StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
+from rlsys.util.deviation import deviation
 
 ENTROPY = "policy/entropy"
 TRAINS_NEGATIVES = "policy/trains_negatives"
@@ -113,7 +113,7 @@ def _scales_by_source(groups: Sequence[Group]) -> Mapping[str, float]:
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         rewards[group.source] += [peer.reward for peer in rewarded(group)]
-    return {source: 1 / (stdev(own) + 1e-6) if len(own) > 1 else 1.0 for source, own in rewards.items()}
+    return {source: 1 / (deviation(own) + 1e-6) if len(own) > 1 else 1.0 for source, own in rewards.items()}
 
 
 def _each(

@@ -12,7 +12,7 @@ from dataclasses import dataclass as plain_dataclass
 from functools import partial
 from math import isfinite, sqrt
 from operator import attrgetter
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
@@ -23,6 +23,7 @@ from algorithms.fields import RULES, Fraction, Over, ShareBelowOne
 from algorithms.kl import Estimator, kl_term
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
 from rlsys.types import Group, OutcomeKind, TrajectoryMeta
+from rlsys.util.deviation import deviation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +129,7 @@ def centred(rewards_G: Sequence[float], *, std_normalize: bool, ends: EarlyEnds 
         return [scale * value for value in ends.left_out(rewards_G)]
     from_first_G = [reward - rewards_G[0] for reward in rewards_G]
     mean = fmean(from_first_G)
-    scale = stdev(rewards_G) + 1e-6 if std_normalize else 1.0
+    scale = deviation(rewards_G) + 1e-6 if std_normalize else 1.0
     return [(reward - mean) / scale for reward in from_first_G]
 
 

@@ -32,9 +32,8 @@ class NumberArray(Sequence[N]):
     def __init__(self, numbers: Iterable[N] = ()) -> None:
         """Copy the numbers, unless they are such an array. Raises `TypeError` or `OverflowError` for one that is not
         of the type."""
-        self._view = (
-            numbers._view if isinstance(numbers, type(self)) else memoryview(self._packed(numbers)).toreadonly()
-        )
+        is_same = type(numbers) is type(self)  # `isinstance` asks the metaclass of `Sequence`, which takes longer
+        self._view = numbers._view if is_same else memoryview(self._packed(numbers)).toreadonly()
 
     @classmethod
     def over(cls, buffer: Any) -> Self:  # noqa: ANN401  (Python 3.12 has a type for it, `collections.abc.Buffer`)
@@ -44,9 +43,10 @@ class NumberArray(Sequence[N]):
         return made
 
     @classmethod
-    def joined(cls, *parts: Iterable[N]) -> Self:
-        """Concatenate."""
-        return cls.over(b"".join(cls(part)._view for part in parts))
+    def joined(cls, *parts: Sequence[N]) -> Self:
+        """Concatenate; a single part that is not empty is not copied."""
+        arrays = [cls(part) for part in parts if len(part)]
+        return arrays[0] if len(arrays) == 1 else cls.over(b"".join(array._view for array in arrays))
 
     @classmethod
     def _packed(cls, numbers: Iterable[N]) -> array:
@@ -71,11 +71,11 @@ class NumberArray(Sequence[N]):
         return self.over(part if part.contiguous else part.tobytes())
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, type(self)):
+        if type(other) is type(self):
             return self._view == other._view
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
-    def __add__(self, other: Iterable[N]) -> Self:
+    def __add__(self, other: Sequence[N]) -> Self:
         return self.joined(self, other)
 
     def __radd__(self, other: tuple[N, ...]) -> tuple[N, ...]:

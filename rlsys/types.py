@@ -12,7 +12,7 @@ All types are immutable and picklable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -316,6 +316,11 @@ class TrajectoryMeta:
     num_turns: int = 0
     """Its turns, also those without output."""
 
+    @cached_property
+    def num_trained(self) -> int:
+        """Tokens that carry gradient."""
+        return sum(sample.num_trained for sample in self.samples)
+
 
 @dataclass(frozen=True)
 class EpisodeMeta:
@@ -399,7 +404,7 @@ class Group:
     @property
     def num_trained(self) -> int:
         """Tokens that carry gradient, over all episodes."""
-        return sum(s.num_trained for _, t in self.trajectories() for s in t.samples)
+        return sum(trajectory.num_trained for _, trajectory in self.trajectories())
 
     @property
     def num_tokens(self) -> int:
@@ -409,18 +414,28 @@ class Group:
         samples = (s for t in own for s in t.samples)
         return sum(s.num_prompt + s.num_completion for s in samples)
 
-    def trajectories(self) -> Iterator[tuple[tuple[int, int], TrajectoryMeta]]:
-        """Yield the trajectories of this group's policy with their (episode, trajectory) index. Failed trajectories,
+    def trajectories(self) -> Sequence[tuple[tuple[int, int], TrajectoryMeta]]:
+        """Return the trajectories of this group's policy with their (episode, trajectory) index. Failed trajectories,
         and those of failed episodes, are left out."""
-        return (found for found in self.everyone() if found[1].policy == self.policy)
+        return self._own
 
-    def everyone(self) -> Iterator[tuple[tuple[int, int], TrajectoryMeta]]:
-        """Yield the same for all policies: an agent may be compared with another policy's, which may be its root."""
-        for e, episode in enumerate(self.episodes):
-            if not episode.is_failed:
-                for t, trajectory in enumerate(episode.trajectories):
-                    if not trajectory.outcome.is_failed:
-                        yield (e, t), trajectory
+    def everyone(self) -> Sequence[tuple[tuple[int, int], TrajectoryMeta]]:
+        """Return the same for all policies: an agent may be compared with another policy's, which may be its root."""
+        return self._everyone
+
+    @cached_property
+    def _own(self) -> Sequence[tuple[tuple[int, int], TrajectoryMeta]]:
+        return tuple(found for found in self._everyone if found[1].policy == self.policy)
+
+    @cached_property
+    def _everyone(self) -> Sequence[tuple[tuple[int, int], TrajectoryMeta]]:
+        return tuple(
+            ((e, t), trajectory)
+            for e, episode in enumerate(self.episodes)
+            if not episode.is_failed
+            for t, trajectory in enumerate(episode.trajectories)
+            if not trajectory.outcome.is_failed
+        )
 
     def rewards(self) -> dict[int, float]:
         """Return the rewards of the scored episodes, which are those of their roots, by episode index."""

@@ -7,9 +7,9 @@ token depends on the update alone.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -122,19 +122,23 @@ def mean_staleness(groups: Sequence[Group], version: PolicyVersion) -> float:
 
 def num_trained(group: Group, assigned: Sequence[TrajectoryAdvantage]) -> int:
     """Return the tokens of the group that are trained with these advantages."""
-    given = {(a.episode, a.trajectory, a.sample) for a in assigned}
+    given: defaultdict[tuple[int, int], set[int | None]] = defaultdict(set)
+    for each in assigned:
+        given[each.episode, each.trajectory].add(each.sample)
     return sum(
-        meta.num_trained
-        for (e, t), trajectory in group.trajectories()
-        for s, meta in enumerate(trajectory.samples)
-        if (e, t, None) in given or (e, t, s) in given
+        trajectory.num_trained
+        if None in samples
+        else sum(meta.num_trained for s, meta in enumerate(trajectory.samples) if s in samples)
+        for place, trajectory in group.trajectories()
+        if (samples := given.get(place))
     )
 
 
 class _Sample(NamedTuple):
-    """A sample to train, before its weight is known."""
+    """A sample to train, and its place, as in `SampleRef`."""
 
-    ref: SampleRef
+    place: tuple[int, int, int, int]
+    given: TrajectoryAdvantage
     meta: SampleMeta
     num_shared: int
     """Leading tokens that it has in common with the sample before it that is not skipped."""
@@ -160,9 +164,8 @@ def _samples(index: int, group: Group, assigned: Sequence[TrajectoryAdvantage], 
         num_shared = min(num_shared, meta.num_shared)
         given = advantages.get((e, t, s), advantages.get((e, t, None))) if (e, t) in own else None
         if given is not None and meta.num_trained:
-            ref = SampleRef(index, e, t, s, given.advantage, token_weight=0.0, turns=given.turns)
-            is_skipped = skips_zeros and not any((given.advantage, *given.turns))
-            samples.append(_Sample(ref, meta, num_shared, group.episodes[e].weight, is_skipped))
+            is_skipped = skips_zeros and not given.advantage and not any(given.turns)
+            samples.append(_Sample((index, e, t, s), given, meta, num_shared, group.episodes[e].weight, is_skipped))
             num_shared = num_shared if is_skipped else num_run(meta)
     return samples
 
@@ -185,8 +188,8 @@ def _update(
 ) -> tuple[list[tuple[MicroBatchPlan, ...]], int]:
     """Return the micro-batches of each rank for one update, and the number of their trained tokens."""
     weights = iter(_token_weights([sample for of_group in groups for sample in of_group], aggregation))
-    weighted = [[s._replace(ref=replace(s.ref, token_weight=next(weights))) for s in of_group] for of_group in groups]
-    run = [[sample for sample in of_group if not sample.is_skipped] for of_group in weighted]
+    weighted = [[(sample, next(weights)) for sample in of_group] for of_group in groups]
+    run = [[each for each in of_group if not each[0].is_skipped] for of_group in weighted]
     if not any(run):
         run = [weighted[0][:1]]
     bundles = _bundles(run, max_tokens, partner_prompts)
@@ -194,7 +197,7 @@ def _update(
     ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
-    num_tokens = sum(sample.meta.num_trained for of_group in run for sample in of_group)
+    num_tokens = sum(sample.meta.num_trained for of_group in run for sample, _ in of_group)
     return [tuple(r + [filler] * (depth - len(r))) for r in ranks], num_tokens
 
 
@@ -215,13 +218,13 @@ def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list
         case "agents":
             num_tokens: Counter[tuple[int, int, int]] = Counter()
             weights: dict[tuple[int, int], float] = {}
-            for ref, meta, _, weight, _ in samples:
-                num_tokens[ref.group, ref.episode, ref.trajectory] += meta.num_trained
-                weights[ref.group, ref.episode] = weight
+            for sample in samples:
+                num_tokens[sample.place[:3]] += sample.meta.num_trained
+                weights[sample.place[:2]] = sample.weight
             num_agents = Counter((g, e) for g, e, _ in num_tokens)
             every = sum(weights.values())
             shares = {(g, e, t): weights[g, e] / (every * num_agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
-            return [shares[ref.group, ref.episode, ref.trajectory] for ref, *_ in samples]
+            return [shares[sample.place[:3]] for sample in samples]
 
 
 def _partners(groups: Sequence[Group]) -> tuple[int | None, ...]:
@@ -267,22 +270,24 @@ class _Bundle:
 
 
 def _bundles(
-    groups: Sequence[list[_Sample]],
+    groups: Sequence[list[tuple[_Sample, float]]],
     max_tokens: int,
     partner_prompts: Sequence[int],
 ) -> list[_Bundle]:
-    """Bundle neighbours in each group until no more fit. `partner_prompts` are by group, 0 without pairs."""
+    """Bundle neighbours in each group until no more fit. A sample is with the weight of its tokens; `partner_prompts`
+    are by group, 0 without pairs."""
     bundles: list[_Bundle] = []
     for samples in groups:
         before: SampleMeta | None = None
-        for sample in samples:
-            meta, partner_prompt = sample.meta, partner_prompts[sample.ref.group]
+        for sample, weight in samples:
+            meta, partner_prompt = sample.meta, partner_prompts[sample.place[0]]
             length, num_reused = num_run(meta), num_reused_of(meta, sample.num_shared, before) if before else 0
             num_own = meta.num_completion if partner_prompt else 0
             if before is None or not bundles[-1].can_take(length - num_reused, num_own, max_tokens):
                 bundles.append(_Bundle(num_pair_tokens=partner_prompt))
                 num_reused = 0
-            bundles[-1].add([sample.ref], length - num_reused, num_own)
+            ref = SampleRef(*sample.place, sample.given.advantage, weight, sample.given.turns)
+            bundles[-1].add([ref], length - num_reused, num_own)
             bundles[-1].num_attended += (length * (length + 1) - num_reused * (num_reused + 1)) // 2
             before = meta
     return bundles

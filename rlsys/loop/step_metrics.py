@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from rlsys.batch.packing import mean_staleness
 from rlsys.contracts import Busy
@@ -17,6 +17,7 @@ from rlsys.loop.learner import StepResult, merge_metrics
 from rlsys.monitoring.events import Events, emit_busy
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 from rlsys.types import Group, OutcomeKind, PolicyVersion
+from rlsys.util.deviation import deviation
 
 ACTIVITY_OF = {
     "rollout": "generating",
@@ -158,7 +159,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         by_source[group.source] += own
     return {
         "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
+        "reward/std": deviation(rewards, is_sample=False),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/failed_frac": fmean(episode.is_failed for group in groups for episode in group.episodes),
@@ -204,7 +205,7 @@ def _agents(groups: Sequence[Group]) -> dict[str, float]:
 
 def _lengths_of(groups: Sequence[Group]) -> list[int]:
     """Return the sampled tokens of each trajectory that has any."""
-    return [sum(s.num_trained for s in t.samples) for g in groups for _, t in g.trajectories() if t.samples]
+    return [t.num_trained for g in groups for _, t in g.trajectories() if t.samples]
 
 
 def _distribution(name: str, lengths: Sequence[int]) -> dict[str, float]:

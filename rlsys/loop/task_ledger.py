@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import ceil
-from statistics import pstdev
 
 from rlsys.config.sections import CurationSection, fewer
 from rlsys.contracts import Graft
@@ -36,6 +35,7 @@ from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import Cursor, SourceState, Tasks, TasksState
 from rlsys.errors import RunAborted
 from rlsys.types import Assignment, EpisodeMeta, Group, PolicyVersion, Task
+from rlsys.util.deviation import deviation
 from rlsys.util.seeds import group_seed
 
 SIGNAL_GROUPS = 30
@@ -179,7 +179,7 @@ class Curriculum:
         rewards = group.rewards()
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
-            signal = pstdev(rewards.values()) if len(rewards) > 1 else 0.0
+            signal = deviation(rewards.values(), is_sample=False) if len(rewards) > 1 else 0.0
             successes = (group.episodes[e] for e, reward in rewards.items() if self._is_success(reward))
             lengths = map(num_sampled, successes) if self.rules.length_cap is not None else ()
             self._history.scored[group.group_id] = TallyUpdate(

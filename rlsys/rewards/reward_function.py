@@ -422,6 +422,8 @@ def score_of(value: object) -> Score:
     Any finite number is valid, also from NumPy or a one-element tensor. A dict contains the value as `score`; its other
     finite numbers are parts of the score.
     """
+    if isinstance(value, float):  # first, because asking for protocols takes longer
+        return _finite(float(value))
     if isinstance(value, Score):
         return value
     if isinstance(value, Mapping):
@@ -440,6 +442,10 @@ def score_of(value: object) -> Score:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return Score(None, f"returned {_shown(value)}, not a number")
+    return _finite(number)
+
+
+def _finite(number: float) -> Score:
     return Score(number) if math.isfinite(number) else Score(None, f"returned {number}")
 
 

@@ -365,6 +365,8 @@ Payload = TypeVar("Payload")
 
 FETCH_S = 60.0
 """Maximum time for a chunk to come from another node; after that, it counts as lost."""
+GATHER_S = 0.005
+"""Time for which a chunk of answers waits for others."""
 
 
 @dataclass(frozen=True)
@@ -433,13 +435,18 @@ async def answer_in_chunks(
 ) -> AsyncIterator[object]:
     """The actor's side: yields payloads, then answers, of the finished requests, until all are done.
 
-    Answers are (index of the request, answer or its `RlsysError`); any other error ends the stream.
+    What ends within `GATHER_S` of another request is one chunk, because each chunk costs both sides a message; the last
+    chunk waits for nothing. Answers are (index of the request, answer or its `RlsysError`). Any other error ends the
+    stream.
     """
     indices = {asyncio.ensure_future(work(request)): i for i, request in enumerate(requests)}
     waiting = set(indices)
     try:
         while waiting:
             ready, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting:
+                others, waiting = await asyncio.wait(waiting, timeout=GATHER_S)
+                ready |= others
             outcomes = [(indices[task], *_outcome(task)) for task in ready]
             yield tuple(payload for _, _, payload in outcomes)
             yield [(index, answer) for index, answer, _ in outcomes]

@@ -89,6 +89,8 @@ class Generator:
         """The groups whose sessions are here."""
         self._stays: dict[Ticket, EngineStay] = {}
         """The groups on this engine: those of this replica that have not moved, and guests."""
+        self._num_running = self._weight_running = 0
+        """Requests at the engine, and their total `request_weight`."""
         self._left = asyncio.Event()
         """Set when a group leaves the engine."""
         self._gone: set[str] = set()
@@ -197,16 +199,15 @@ class Generator:
     async def turn_load(self) -> TurnLoad:
         """The current load for other replicas that have more turns than slots. There is no room for them while weights
         change or, `between` groups, a change waits for the groups here."""
-        running = [request for stay in self._stays.values() for request in stay.running.values()]
         is_changing = self._is_loading or (self._change.when == "between" and self._changing.locked())
-        weight = sum(request_weight(len(request.prompt_ids) + request.num_begun) for request in running)
-        return TurnLoad(weight, self.has_slot and self._gate_open and not is_changing, self.acknowledged)
+        has_room = self.has_slot and self._gate_open and not is_changing
+        return TurnLoad(self._weight_running, has_room, self.acknowledged)
 
     @property
     def has_slot(self) -> bool:
         """True if the engine would start another request at once. Turns of the groups here need no more, because a
         change of weights may wait for them."""
-        return self.turns is not None and sum(len(stay.running) for stay in self._stays.values()) < self.turns.num_slots
+        return self.turns is not None and self._num_running < self.turns.num_slots
 
     @remote("sampling a turn for group {ticket.group_id} of {ticket.owner}", patience=inf)
     async def visit(
@@ -243,11 +244,14 @@ class Generator:
         stay = self._stays.get(ticket)
         if stay is None or stay.is_over:
             return replace(request.begun or Completion((), (), (), None), finish="abort")
+        weight = request_weight(len(request.prompt_ids) + request.num_begun)
         stay.running[request.id] = request
+        self._num_running, self._weight_running = self._num_running + 1, self._weight_running + weight
         try:
             done = await self._engine.generate(request)
         finally:
             del stay.running[request.id]
+            self._num_running, self._weight_running = self._num_running - 1, self._weight_running - weight
             stay.quiet.set()
         if done.finish != "abort":
             stay.finished.append((request, done))

@@ -308,5 +308,7 @@ def num_chars(value: object) -> int:
     """Count the characters of all texts in a prompt, messages or schemas."""
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, tuple | list):
+        return sum(map(num_chars, value))
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else ()
     return sum(map(num_chars, parts))

@@ -1,0 +1,17 @@
+"""Standard deviation of floats, without the exact fractions of `statistics`, which take fifty times as long."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import fsum, sqrt
+
+
+def deviation(values: Collection[float], *, is_sample: bool = True) -> float:
+    """Return the unbiased standard deviation of a sample, or that of a whole population.
+
+    It is exactly 0 for equal values, and the same to the bit in any order. A sample has two values or more.
+    """
+    least = min(values)
+    above = [value - least for value in values]
+    mean = fsum(above) / len(above)
+    return sqrt(fsum((each - mean) ** 2 for each in above) / (len(above) - is_sample))
