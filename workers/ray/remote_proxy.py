@@ -447,7 +447,7 @@ async def answer_in_chunks(
             if waiting:
                 others, waiting = await asyncio.wait(waiting, timeout=GATHER_S)
                 ready |= others
-            outcomes = [(indices[task], *_outcome(task)) for task in ready]
+            outcomes = [(indices[task], *_outcome(task)) for task in sorted(ready, key=indices.__getitem__)]
             yield tuple(payload for _, _, payload in outcomes)
             yield [(index, answer) for index, answer, _ in outcomes]
     finally:

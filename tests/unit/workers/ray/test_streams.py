@@ -9,7 +9,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rlsys.errors import DeadlineExceeded, WorkerError
-from workers.ray.remote_proxy import CallStream, call
+from rlsys.simulate.virtual_clock import run_virtual
+from workers.ray.remote_proxy import GATHER_S, CallStream, answer_in_chunks, call
 
 
 def test_a_timeout_raised_in_the_worker_is_no_deadline():
@@ -46,3 +47,24 @@ def test_a_broken_stream_fails_every_pending_call():
         assert [str(answer) for answer in answers] == ["rollout-0 while rolling out: ValueError: no such reference"] * 2
 
     asyncio.run(scenario())
+
+
+def test_answers_that_end_together_are_one_chunk_and_late_ones_keep_none_waiting():
+    async def scenario() -> None:
+        ends = [asyncio.Event() for _ in range(4)]
+
+        async def work(request: int) -> tuple[int, str]:
+            await ends[request].wait()
+            if request < 2:
+                await asyncio.sleep(GATHER_S / 3)
+                ends[request + 1].set()
+            return 10 * request, f"payload {request}"
+
+        chunks = answer_in_chunks(range(4), work)
+        ends[0].set()
+        assert await anext(chunks) == tuple(f"payload {i}" for i in range(3))
+        assert await anext(chunks) == [(i, 10 * i) for i in range(3)]
+        ends[3].set()
+        assert [chunk async for chunk in chunks] == [("payload 3",), [(3, 30)]]
+
+    run_virtual(scenario())

@@ -77,6 +77,7 @@ def test_turns_that_would_wait_are_sampled_by_a_peer_with_the_same_tokens(when):
         assert done.group.versions == (VersionSpan(0, 3 * GROUP * NUM_TOKENS),)
         assert set(done.group.weights) == {Acknowledged(name, 0, hash_of(0)) for name in "ab"}
         assert not pair.b.generator._stays, "nothing of the group stays there"
+        assert [(await worker.generator.turn_load()).weight for worker in pair.workers] == [0, 0]
 
     at_home_payload = at_home()
     played(pair.workers, scenario)
