@@ -3,12 +3,13 @@
     python -m benchmarks.overhead [--quick | --short]
 
 The tiny sorter at `max_staleness: 0`, where nothing overlaps, with one replica, 8 and 32 groups a step. The overhead of
-a step, `overhead_ms`, is its wall time minus the time in which the replica generated, the reward worker scored and the
-ranks computed, each by the worker's clock. A line through the medians of both sizes gives `ms_per_step` (the fixed cost
+a step, `overhead_ms`, is its wall time minus the time in which the replica generated and scored and the ranks computed,
+each by the worker's clock. A line through the medians of both sizes gives `ms_per_step` (the fixed cost
 of a step) and `ms_per_group` (the cost of each group). They contain Ray's calls, the queue, planning, metrics,
 transferring 1.7 MB of weights, verifying them, and waking up. `driver_cpu_share` is the driver's CPU time over the wall
-time, at 32 groups. `start_up_s` is the time from the command to the end of the first step, `start_up_breakdown_s` the
-same by phase. The figures of `benchmarks.payloads` are part of the result.
+time, at 32 groups, and a second of it suffices for `driver_groups_per_s`. `start_up_s` is the time from the command to
+the end of the first step, `start_up_breakdown_s` the same by phase. The figures of `benchmarks.payloads` are part of
+the result.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> None:
             "ms_per_group": per_group,
             "overhead_ms": {str(groups): each["overhead_ms"] for groups, each in figures.items()},
             "driver_cpu_share": large["driver_cpu_share"],
+            "driver_groups_per_s": large["driver_groups_per_s"],
             "start_up_s": large["start_up_s"],
             "start_up_breakdown_s": {
                 phase: runs[sizes[-1]][-1][phase] for phase in (*PHASES, "rest_of_start_up", "first_step")
@@ -62,6 +64,7 @@ def run(size: Size, groups_per_step: int) -> Mapping[str, float]:
     return {
         "overhead_ms": 1000 * median(row["time/step"] - sum(row[worked] for worked in WORK) for row in steady),
         "driver_cpu_share": median(row["driver/cpu_share"] for row in steady),
+        "driver_groups_per_s": groups_per_step / median(row["driver/cpu_share"] * row["time/step"] for row in steady),
         "start_up_s": seconds["first_step"],
         **phases,
         "rest_of_start_up": seconds["start_up"] - sum(phases.values()),

@@ -49,8 +49,8 @@ KEYS = {
     "gac": {"sorter, 0.44 M"},
     "losses": {"1k"},
     "overhead": {
-        "ms_per_step", "ms_per_group", "overhead_ms", "driver_cpu_share", "start_up_s", "start_up_breakdown_s",
-        *PAYLOADS,
+        "ms_per_step", "ms_per_group", "overhead_ms", "driver_cpu_share", "driver_groups_per_s",
+        "start_up_s", "start_up_breakdown_s", *PAYLOADS,
     },
     "payloads": PAYLOADS,
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
