@@ -5,7 +5,8 @@
 For the tiny sorter (float32) and SmolLM2 (bfloat16), with 1 and 2 threads, 1 to 64 requests of one group at once:
 tokens per second of both engines as a run uses them, group in, group out, through a replica's Ray actor. Bare vLLM runs
 the same requests in a plain loop in the same process. Both alternate, so that `wrapper_cost`, the share of speed that
-the replica costs, compares neighbours in time. Tokens end by length only.
+the replica costs, compares neighbours in time. Tokens end by length only. `overlapping_over_plain`: speed of a replica
+with vLLM's asynchronous scheduling over one without, in turns.
 
 `weight_change`: a change to new weights in a replica with requests in flight: the stages of the change, and the time of
 one copy of as many bytes in the replica's process. One shard has SmolLM2; two have a model of its layers with 8 heads,
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 ENGINES: tuple[EngineName, ...] = ("vllm", "local")
 FOLDER = Path(".cache/engines")
 DEADLINE_S = 600.0
+ENDS = {"tokenizer_config.json": "eos_token", "config.json": "eos_token_id", "generation_config.json": "eos_token_id"}
+"""The end token in the files of a model. A chat template has one too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Scale:
     requests: tuple[int, ...] = (1, 8, 32, 64)
     engines: tuple[EngineName, ...] = ENGINES
     repeats: int = 3
+    overlaps: int = 9
+    """Repeats of overlapping steps beside others."""
     changes: int = 15
     shards: tuple[int, ...] = (1, 2)
     """Numbers of vLLM's shards whose weights change."""
@@ -91,9 +96,17 @@ class Scale:
 
 SCALES: Mapping[Size, Scale] = {
     "full": Scale(),
-    "quick": Scale(threads=(1,), changes=5, starts=1),
+    "quick": Scale(threads=(1,), overlaps=5, changes=5, starts=1),
     "short": Scale(
-        (1,), requests=(1,), engines=("vllm",), repeats=1, changes=1, shards=(1,), started=("local",), starts=1
+        (1,),
+        requests=(1,),
+        engines=("vllm",),
+        repeats=1,
+        overlaps=1,
+        changes=1,
+        shards=(1,),
+        started=("local",),
+        starts=1,
     ),
 }
 
@@ -150,9 +163,11 @@ class BenchWorker(RolloutWorker):
 
 
 def _step_through(llm: Any, ids: tuple[int, ...], size: int, seed: int, num_tokens: int) -> float:  # noqa: ANN401
+    import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    torch.get_num_threads()  # sets OpenMP's thread count for this thread, before vLLM reads it
     began, count = time.perf_counter(), 0
     for i in range(size):
         params = SamplingParams(
@@ -177,7 +192,7 @@ def main() -> None:
 
 
 def prepared(size: Size) -> list[Model]:
-    """Prepare the models, with tokenizers without an end token."""
+    """Prepare the models, without an end token."""
     tokens = 64 if size == "full" else 32
     tiny = Model("tiny", _endless("tiny", sorter(size) / "model"), "float32", "493817>", tokens)
     if size == "short":
@@ -188,9 +203,10 @@ def prepared(size: Size) -> list[Model]:
 
 def _endless(name: str, model: Path) -> str:
     folder = FOLDER / name
-    copytree(model, folder, dirs_exist_ok=True)
-    config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": None}))
+    copytree(model, folder, dirs_exist_ok=True, ignore=ignore_patterns("chat_template.jinja"))
+    for name, key in ENDS.items():
+        if (file := folder / name).exists():
+            file.write_text(json.dumps({**json.loads(file.read_text()), key: None}))
     return str(folder)
 
 
@@ -219,11 +235,16 @@ async def replicas(models: list[Model], scale: Scale) -> dict[str, object]:
         async with replica(model, "vllm", 1, shards) as pool:
             changes[shards] = await _worker(pool).call(BenchWorker.change, model.path, model.dtype, scale.changes)
         progress(f"{model.name}, {shards} shards: {changes[shards]}")
+    overlaps = {}
+    for model in models:
+        overlaps[model.name] = await overlapping(model, scale)
+        progress(f"{model.name}, overlapping steps: {overlaps[model.name]}")
     one, two = changes[1], changes.get(2)
     return {
         "tokens_per_s": rates,
         "wrapper_cost": costs,
         "wrapper_cost_median": median(costs.values()),
+        "overlapping_over_plain": overlaps,
         "weight_change": changes,
         "pause_over_memcpy": one["pause_over_memcpy"],
         "pause_tp2_over_memcpy": two and two["pause_over_memcpy"],
@@ -232,9 +253,12 @@ async def replicas(models: list[Model], scale: Scale) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def replica(model: Model, engine: EngineName, threads: int, shards: int = 1) -> AsyncIterator[RolloutPool]:
-    """Start a pool of one replica, as in a run."""
-    sampler = replace(engine_spec(engine, model.path, model.dtype), tensor_parallel=shards)
+async def replica(
+    model: Model, engine: EngineName, threads: int, shards: int = 1, *, overlaps: bool = False
+) -> AsyncIterator[RolloutPool]:
+    """Start a pool of one replica, as in a run, or with vLLM's asynchronous scheduling."""
+    arguments = {"async_scheduling": True} if overlaps else {}
+    sampler = replace(engine_spec(engine, model.path, model.dtype), tensor_parallel=shards, vllm_args=arguments)
     generator = GeneratorSpec(engine=sampler, change=WeightChange("inflight", 1.0), pulls="never")
     spec = RolloutSpec(
         generators={POLICY: generator}, sampling=Sampling(max_new_tokens=model.num_tokens), max_prompt_tokens=64,
@@ -264,9 +288,7 @@ async def speed(
         actor, bare = [], []
         for repeat in range(scale.repeats + 1):
             seed = 1000 * size + 100 * repeat
-            began = time.perf_counter()
-            done = await pool.run(Assignment(seed, Task(id="t", prompt=model.prompt), size, 0, seed))
-            actor.append(sum(span.num_tokens for span in done.group.versions) / (time.perf_counter() - began))
+            actor.append(await rate(pool, model, size, seed))
             if engine == "vllm":
                 asked = (size, seed, model.num_tokens, model.prompt)
                 bare.append(await _worker(pool).call(BenchWorker.bare, *asked))
@@ -275,6 +297,27 @@ async def speed(
             rates["bare"][str(size)] = round(median(bare[1:]), 1)
             costs[size] = round(1 - median(a / b for a, b in zip(actor[1:], bare[1:], strict=True)), 4)
     return rates, costs
+
+
+async def rate(pool: RolloutPool, model: Model, size: int, seed: int) -> float:
+    """Measure tokens per second of one group through the actor."""
+    began = time.perf_counter()
+    done = await pool.run(Assignment(seed, Task(id="t", prompt=model.prompt), size, 0, seed))
+    num_tokens = sum(span.num_tokens for span in done.group.versions)
+    assert num_tokens == size * model.num_tokens, "a sample ended early"
+    return num_tokens / (time.perf_counter() - began)
+
+
+async def overlapping(model: Model, scale: Scale) -> dict[str, dict[str, float | int]]:
+    """Measure two replicas of vLLM in turn, by number of requests: speed with overlapping steps over that without."""
+    ratios: dict[str, list[float]] = {str(size): [] for size in scale.requests}
+    async with replica(model, "vllm", 1) as plain, replica(model, "vllm", 1, overlaps=True) as other:
+        for size, repeat in product(scale.requests, range(-1, scale.overlaps)):
+            seed = 1000 * size + 100 * repeat
+            speeds = [await rate(pool, model, size, seed) for pool in (plain, other)]
+            if repeat >= 0:  # the first repeat warms up
+                ratios[str(size)].append(speeds[1] / speeds[0])
+    return {size: spread(values) for size, values in ratios.items()}
 
 
 def start_up(model: Model, engine: str, repeats: int) -> Mapping[str, float]:

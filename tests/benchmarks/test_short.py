@@ -42,8 +42,8 @@ KEYS = {
         "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
     },
     "engines": {
-        "tokens_per_s", "wrapper_cost", "wrapper_cost_median", "weight_change", "pause_over_memcpy",
-        "pause_tp2_over_memcpy", "checksum_s", "start_up_s",
+        "tokens_per_s", "wrapper_cost", "wrapper_cost_median", "overlapping_over_plain", "weight_change",
+        "pause_over_memcpy", "pause_tp2_over_memcpy", "checksum_s", "start_up_s",
     },
     "families": {"cells"},
     "gac": {"sorter, 0.44 M"},

@@ -180,12 +180,18 @@ def vllm(*, tied: bool, model: PreTrainedModel | None = None, **choices: Any) ->
 
 
 VLLM = pytest.mark.vllm
+OVERLAPPING = {"async_scheduling": True}
+"""Arguments of a vLLM that submits a step while the one before is computed."""
 REAL = [
     pytest.param(Kit(local, tied=True), id="local-tied"),
     pytest.param(Kit(lambda: local(qwen(tied=False)), tied=False), id="local-untied"),
     pytest.param(Kit(local_lora, tied=True, has_adapter=True), id="local-lora"),
     pytest.param(Kit(lambda: vllm(tied=True), tied=True, is_costly=True), id="vllm-tied", marks=VLLM),
-    pytest.param(Kit(lambda: vllm(tied=False), tied=False, is_costly=True), id="vllm-untied", marks=VLLM),
+    pytest.param(
+        Kit(lambda: vllm(tied=False, vllm_args=OVERLAPPING), tied=False, is_costly=True),
+        id="vllm-overlapping",
+        marks=VLLM,
+    ),
     pytest.param(
         Kit(lambda: vllm(tied=True, lora=LORA), tied=True, is_costly=True, has_adapter=True), id="vllm-lora", marks=VLLM
     ),

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError, ModelError
+from rlsys.types import PolicyVersion
 from rlsys.weight_sync.manifest import TensorSpec, content_hash
 from tests.contract.engines import (
     CONTEXT,
+    LORA,
     NUM_VOCAB,
+    OVERLAPPING,
     VLLM,
     Kit,
     ask,
@@ -27,9 +31,10 @@ from tests.contract.engines import (
     logprobs_by_hand,
     run,
     stale,
+    turns,
     vllm,
 )
-from workers.engines.engine import Engine, EngineSpec
+from workers.engines.engine import Completion, Engine, EngineSpec, Request
 from workers.transport.checksums import checksum_of, hash_of
 
 
@@ -81,6 +86,51 @@ def test_vllm_takes_further_arguments_but_not_those_that_are_ours() -> None:
         vllm(tied=True, vllm_args={"logprobs_mode": "raw_logprobs"})
     with pytest.raises(ConfigError, match=r"rollout\.vllm_args: .*'blok_size'"):
         vllm(tied=True, vllm_args={"blok_size": 64})
+
+
+OVERLAPPED = [
+    pytest.param({}, id="whole"),
+    pytest.param({"lora": LORA}, id="lora"),
+    pytest.param({"tensor_parallel": 2}, id="sharded"),
+]
+
+
+@VLLM
+@pytest.mark.parametrize("choices", OVERLAPPED)
+def test_tokens_of_overlapping_steps_carry_the_version_that_sampled_them(choices: dict[str, Any]) -> None:
+    """A change begins while one step is submitted, and the tokens of the one before are not taken."""
+    kit = Kit(lambda: vllm(tied=True, vllm_args=OVERLAPPING, **choices), tied=True, has_adapter="lora" in choices)
+    requests = [ask(str(seed), new=100, seed=seed) for seed in range(5)]
+    models = {version: kit.model(version - 3) for version in range(3, 9)}
+    weights = {version: kit.weights(version - 3) for version in models}
+
+    async def scenario(engine: Any) -> list[Completion]:
+        assert engine._core.batch_queue is not None
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        for version in range(4, 9):
+            goal = engine.stats().num_tokens + 40
+            while engine.stats().num_tokens < goal:
+                await turns(1)
+            await change(engine, version, weights[version])
+        return await asyncio.gather(*tasks)
+
+    for request, done in zip(requests, run(kit, scenario), strict=True):
+        assert [span.version for span in done.versions] == list(models)
+        assert done.logprobs == pytest.approx(logprobs_across_changes(models, request, done), abs=1e-4)
+
+
+def logprobs_across_changes(
+    models: Mapping[PolicyVersion, PreTrainedModel], request: Request, done: Completion
+) -> list[float]:
+    """Logprobs by hand of tokens of several versions, where keys and values stay those of the version before."""
+    ids, cache, logprobs = torch.tensor([request.prompt_ids + done.output_ids]), DynamicCache(), []
+    begin, end = 0, len(request.prompt_ids) - 1
+    for span in done.versions:
+        begin, end, sampled = end if logprobs else 0, end + span.num_tokens, ids[0, end + 1 : end + span.num_tokens + 1]
+        with torch.no_grad():
+            logits = models[span.version](ids[:, begin:end], past_key_values=cache).logits[0, -span.num_tokens :]
+        logprobs += logits.log_softmax(-1).gather(1, sampled[:, None]).flatten().tolist()
+    return logprobs
 
 
 SHARDED = [

@@ -15,6 +15,7 @@ from rlsys.types import VersionSpan
 from rlsys.weight_sync.manifest import Probe, content_hash
 from tests.contract.engines import (
     NUM_VOCAB,
+    OVERLAPPING,
     VLLM,
     Kit,
     ask,
@@ -167,7 +168,14 @@ def test_a_request_after_a_load_uses_only_the_new_weights(kit: Kit) -> None:
 
 
 @VLLM
-@pytest.mark.parametrize("make", [lambda: local(kv_cache="recompute"), lambda: vllm(tied=True, kv_cache="recompute")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: local(kv_cache="recompute"),
+        lambda: vllm(tied=True, kv_cache="recompute"),
+        lambda: vllm(tied=True, kv_cache="recompute", vllm_args=OVERLAPPING),
+    ],
+)
 def test_with_a_recomputed_cache_later_logprobs_match_the_new_weights(make: Callable[[], Engine]) -> None:
     kit = Kit(make, tied=True)
 

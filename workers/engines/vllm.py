@@ -2,6 +2,10 @@
 
 The scheduler runs in this process. So a weight change is a function call between two steps, and the version of every
 token is known. With `tensor_parallel` > 1, only the shards are separate processes.
+
+With asynchronous scheduling, vLLM submits a step while the one before is computed, and returns its tokens one call
+later. A pause takes the tokens of all submitted steps before it returns. So the weights change while no step is in
+flight, and every token carries the version that sampled it, also with adapters and shards.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ CPU_BLOCK_TOKENS = 32
 ALWAYS: Mapping[str, Any] = {
     "worker_extension_cls": "workers.engines.vllm_weights.WeightLoading",
     "scheduling_policy": "priority",
-    "async_scheduling": False,
+    "pipeline_parallel_size": 1,
     "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
     "generation_config": "vllm",  # the request sets the sampling, not a file of the model
     "enable_prefix_caching": True,
@@ -50,6 +54,12 @@ ALWAYS: Mapping[str, Any] = {
     "use_tqdm_on_load": False,
     "trust_remote_code": False,
 }
+"""Arguments of every engine.
+
+`async_scheduling` is not among them: vLLM chooses. On a GPU it is on, which never ran, except with routing replay. On a
+CPU it is off, because a lone shard computes a step in the call that submits it. `vllm_args` may turn it on there too:
+the tokens are the same, and come no faster.
+"""
 ON_CPU: Mapping[str, Any] = {
     "enforce_eager": True,
     "block_size": CPU_BLOCK_TOKENS,
@@ -109,7 +119,7 @@ class VllmEngine(SteppingEngine):
             "tensor_parallel_size": spec.tensor_parallel,
             "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "mp",
             **(self._adapters.arguments if self._adapters else {}),
-            **({"enable_return_routed_experts": True} if self._routers else {}),
+            **({"enable_return_routed_experts": True, "async_scheduling": False} if self._routers else {}),
         }
         if device.type == "cpu":
             ours |= ON_CPU
@@ -229,8 +239,20 @@ class VllmEngine(SteppingEngine):
         while self._waiting and len(self._jobs) < self._spec.slots:
             self._add(self._waiting.popleft())
         if self._is_busy():
-            for output in self._llm.engine_core.get_output().outputs:
-                self._take(output)
+            self._step()
+
+    def _step(self) -> None:
+        """Submit a step unless vLLM's scheduler is paused, and take the tokens of one that has ended."""
+        for output in self._llm.engine_core.get_output().outputs:
+            self._take(output)
+
+    def _set_paused(self, is_paused: bool) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        super()._set_paused(is_paused)
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL if is_paused else PauseState.UNPAUSED)
+        while is_paused and self._core.batch_queue:
+            self._step()
 
     def _add(self, job: EngineJob) -> None:
         from vllm import SamplingParams
@@ -404,6 +426,7 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.abstract import Executor
 
     if current_platform.is_cpu() != (device.type == "cpu"):
         raise ConfigError(
@@ -415,13 +438,12 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
     except TypeError as error:
         raise ConfigError(f"rollout.vllm_args: {error}") from error
     try:
-        llm = LLMEngine.from_engine_args(engine_args)
+        config = engine_args.create_engine_config()
+        if arguments.get("async_scheduling"):
+            config.scheduler_config.async_scheduling = True  # vLLM clears it on a CPU
+        return LLMEngine(config, Executor.get_class(config), log_stats=False)
     except (ValueError, OSError, NotImplementedError, KeyError) as error:
         raise ModelError(f"vLLM cannot serve {arguments['model']!r}: {error}; try rollout.engine=local") from error
-    if llm.engine_core.engine_core.batch_queue is not None:  # pyrefly: ignore[missing-attribute]
-        # After a weight change, tokens of the old weights would arrive and count as tokens of the new ones.
-        raise ConfigError("rollout.vllm_args: these let steps overlap (pipeline stages, asynchronous scheduling)")
-    return llm
 
 
 def _kv_bytes(config: PreTrainedConfig, spec: EngineSpec, num_sequences: int) -> int:

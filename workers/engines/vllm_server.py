@@ -5,7 +5,9 @@
                                 unblocked by: other requests ending, `resume`, the server, the deadline of a step
 
 A pause ends what the server samples for every request; each goes on after `resume` from the tokens that arrived, with
-a new generator. So the version of each token is known, and keys and values are those of the weights that sample.
+a new generator. So the version of each token is known, and keys and values are those of the weights that sample. A
+server that schedules asynchronously answers the pause once no step is in flight, and drops what it sampled for ended
+requests.
 """
 
 from __future__ import annotations
