@@ -35,6 +35,11 @@ class DART(GRPO):
     def has_step_statistics(self) -> bool:
         return True
 
+    @property
+    def scores_ahead(self) -> bool:
+        """False: entropies are those of the sampler."""
+        return False
+
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """Compute the least entropy of a sample that is trained."""
         totals_S = sample_totals(-step.behavior_logprobs_N, step.lengths_S)

@@ -55,13 +55,15 @@ def discounted_sums(values_N: Tensor, lengths_S: Tensor, decay: float) -> Tensor
 
     Computed in float64, without a loop over tokens. Every sample is laid out in rows of `ROW` tokens. One product with
     the matrix of the powers of `decay` sums within rows. The rows of a sample are then joined by doubling: a row that
-    has summed 2^k rows adds the row 2^k further on, times decay^(ROW 2^k).
+    has summed 2^k rows adds the row 2^k further on, times decay^(ROW 2^k). The numbers of rows are bounds that need
+    no value of a tensor, so that nothing waits for a GPU; rows beyond those of the samples are zeros.
     """
+    import torch
+
     rows_S = (lengths_S + (ROW - 1)) // ROW
     if not len(values_N):
         return values_N
-    counts_S = rows_S.tolist()  # the only wait for a GPU
-    num_rows, most_rows = sum(counts_S), max(counts_S)
+    num_rows, most_rows = len(values_N) // ROW + len(lengths_S), -(-len(values_N) // ROW)
     padding_S = (rows_S.cumsum(0) - rows_S) * ROW - (lengths_S.cumsum(0) - lengths_S)
     places_N = padding_S.repeat_interleave(lengths_S, output_size=len(values_N)) + (
         lengths_S.new_ones(len(values_N)).cumsum(0) - 1
@@ -73,7 +75,9 @@ def discounted_sums(values_N: Tensor, lengths_S: Tensor, decay: float) -> Tensor
     powers_CC = (decay ** (columns_C[:, None] - columns_C).clamp(min=0).double()).tril()
     sums_RC = padded_RC @ powers_CC
 
-    after_R = rows_S.cumsum(0).repeat_interleave(rows_S, output_size=num_rows) - lengths_S.new_ones(num_rows).cumsum(0)
+    places_R, ends_S = lengths_S.new_ones(num_rows).cumsum(0), rows_S.cumsum(0)
+    sample_R = torch.searchsorted(ends_S, places_R).clamp(max=len(ends_S) - 1)
+    after_R = ends_S[sample_R] - places_R  # negative beyond the rows of the samples
     joined_R, reach, factor = sums_RC[:, 0], 1, decay**ROW
     while reach < most_rows:
         joined_R = joined_R + factor * joined_R.roll(-reach).masked_fill(after_R < reach, 0.0)

@@ -132,7 +132,7 @@ def run_trl(python: str, contest: Contest, config: Config, folder: Path) -> list
         "epsilon_high": 0.28,
         "loss_type": "dapo",
         "shuffle_dataset": False,
-        "model_init_kwargs": {"dtype": config.model.dtype},
+        "model_init_kwargs": {"dtype": config.dtype},
         "bf16": False,
         "gradient_checkpointing": False,
         "use_cpu": True,

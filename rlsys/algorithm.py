@@ -203,7 +203,7 @@ class Algorithm:
 
     @property
     def has_step_statistics(self) -> bool:
-        """True if `loss` needs `step_statistics`, which cost a pass over the whole step before the first update."""
+        """True if `loss` needs `step_statistics`."""
         return False
 
     @property
@@ -211,6 +211,12 @@ class Algorithm:
         """True if the loss of a sample is 0 where its advantages are, whatever its tokens: then it goes through no
         model. Such samples still count in the averages of the loss."""
         return False
+
+    @property
+    def scores_ahead(self) -> bool:
+        """True if `step_statistics` reads `proximal_logprobs_N`, which costs a pass over the whole step before the
+        first update."""
+        return self.has_step_statistics
 
     def trains_policy(self, version: PolicyVersion) -> bool:
         """Return True if the step from `version` trains the policy; False while only a critic warms up."""
@@ -259,7 +265,8 @@ class Algorithm:
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """Return figures of the whole step, equal on all ranks, for `facts` of every `loss`. Without gradient.
 
-        `step` contains all samples of this rank in the step. Its `proximal_logprobs_N` are the policy's.
+        `step` contains all samples of this rank in the step. Its `proximal_logprobs_N` are the policy's with
+        `scores_ahead`, and may be NaN without.
         """
         raise NotImplementedError(f"{type(self).__name__} measures nothing: implement `step_statistics`")
 

@@ -77,7 +77,8 @@ def train(
         return
     from rlsys.config.resource_plan import plan_of
 
-    config = launch.with_steps(config)
+    size = launch.parsed_size(gpu_memory) if gpu_memory is not None else None
+    config = launch.with_device_defaults(launch.with_steps(config), size)
     launch.look_up(config)
     rewards = launch.try_rewards(config)
     resources = plan_of(config)
@@ -345,7 +346,10 @@ def check(job: Job) -> None:
 @config_app.command(context_settings=OVERRIDES)
 def show(job: Job) -> None:
     """Print every key with its value, as in `config.resolved.yaml`."""
-    _say(_load(job).to_yaml().removesuffix("\n"))
+    config = _load(job)
+    from rlsys import launch
+
+    _say(launch.with_device_defaults(config).to_yaml().removesuffix("\n"))
 
 
 @config_app.command()

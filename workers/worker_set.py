@@ -198,7 +198,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     train = config.train
     spec = ActorSpec(
         model_path=config.model.path,
-        dtype=config.model.dtype,
+        dtype=config.dtype,
         mesh=train.mesh,
         optimizer=optimizer_settings(config),
         savings=train.savings,
@@ -238,7 +238,7 @@ def start_critic(config: Config) -> CriticHandle:
     section = config.critic
     spec = RankSpec(
         model_path=section.path or config.model.path,
-        dtype=config.model.dtype,
+        dtype=config.dtype,
         mesh=config.train.mesh,
         optimizer=critic_optimizer_settings(config),
         savings=config.train.savings,
@@ -286,7 +286,7 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
 
     lora = config.train.lora
     backend = FsdpBackend(
-        config.model.path, optimizer_settings(config), RankGroup(), dtype=config.model.dtype,
+        config.model.path, optimizer_settings(config), RankGroup(), dtype=config.dtype,
         lora=lora and lora.model_copy(update={"path": None}),
     )  # fmt: skip
     backend.load_weights(folder)
@@ -440,7 +440,7 @@ def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
     """Start the worker with the frozen initial model of a policy, or another one."""
     section = config.reference
     resources = Resources(section.num_cpus, section.num_gpus, section.threads)
-    arguments = config.reference_path, config.model.dtype, config.rollout.distribution, config.train.micro_batch_tokens
+    arguments = config.reference_path, config.dtype, config.rollout.distribution, config.micro_batch_tokens
     build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
 
     def one(num_before: int) -> Remote[ReferenceWorker]:

@@ -105,10 +105,12 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return this micro-batch on another device."""
-        columns_N = {signal: column_N.to(device) for signal, column_N in self.columns_N.items()}
+        """Return this micro-batch on another device, without waiting for what that computes."""
+        columns_N = {signal: column_N.to(device, non_blocking=True) for signal, column_N in self.columns_N.items()}
         others = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "columns_N"}
-        moved: dict[str, Any] = {n: None if tensor is None else tensor.to(device) for n, tensor in others.items()}
+        moved: dict[str, Any] = {
+            n: None if tensor is None else tensor.to(device, non_blocking=True) for n, tensor in others.items()
+        }
         return MicroBatch(**moved, columns_N=columns_N)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlsys.config.habits import FALSE_MATTERS, System, habits_of
 from rlsys.config.loader import Tree, dump, of_tree, tree_in
-from rlsys.config.schema import Config
+from rlsys.config.schema import ON_CPU_MICRO_BATCH_TOKENS, Config
 from rlsys.errors import ConfigError
 
 _VERL_SECTIONS = ("actor_rollout_ref", "trainer", "algorithm", "critic", "reward_model", "custom_reward_function")
@@ -189,7 +189,7 @@ def _complete(made: Conversion) -> None:
             made.set(key, "FILL-IN")
             made.notes.append(f"{key}: the file names none")
     longest = (_count(made.get("data.max_prompt_tokens")) or 1024) + (_count(made.get("rollout.max_new_tokens")) or 256)
-    if (_count(made.get("train.micro_batch_tokens")) or 8192) < longest:
+    if (_count(made.get("train.micro_batch_tokens")) or ON_CPU_MICRO_BATCH_TOKENS) < longest:
         made.tree.setdefault("train", {})["micro_batch_tokens"] = longest
     if name := made.get("run.name"):
         made.tree["run"]["name"] = "".join(c if c.isalnum() or c in "_.-" else "-" for c in str(name))

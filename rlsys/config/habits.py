@@ -55,9 +55,9 @@ def _rows(system: System, rows: Sequence[tuple[Any, ...]]) -> Sequence[Habit]:
     return tuple(Habit(system, *row) for row in rows)
 
 
-def _if(ours: Any) -> Callable[[Any], Any]:  # noqa: ANN401  (a value of a configuration)
-    """`ours` where theirs is true, else nothing."""
-    return lambda value: ours if value and str(value).lower() not in ("false", "none") else None
+def _if(ours: Any, otherwise: Any = None) -> Callable[[Any], Any]:  # noqa: ANN401  (values of a configuration)
+    """`ours` where theirs is true, else `otherwise`; None: nothing."""
+    return lambda value: ours if value and str(value).lower() not in ("false", "none") else otherwise
 
 
 ESTIMATORS = {
@@ -116,7 +116,7 @@ _TRL = _rows(
         ("lora_alpha", "train.lora.alpha"),
         ("lora_target_modules", "train.lora.targets"),
         ("lora_dropout", "", "the sampler has no dropout, so the trainer has none"),
-        ("bf16", "model.dtype", "bfloat16", _if("bfloat16")),
+        ("bf16", "model.dtype", "bfloat16, or float32", _if("bfloat16", "float32")),
         ("fp16", "model.dtype", "float32 or bfloat16", _by_hand),
         ("gradient_checkpointing", "train.activation_checkpointing", "full", _if("full")),
         ("use_vllm", "rollout.engine", "vllm", _if("vllm")),
@@ -253,7 +253,7 @@ _OTHERS: Sequence[Habit] = (
     Habit("prime-rl", "seq_len", "rollout.max_context_tokens"),
 )
 FALSE_MATTERS = frozenset(
-    {"scale_rewards", "greater_is_better", "shuffle_dataset", "data.shuffle", "data.filter_overlong_prompts",
+    {"bf16", "scale_rewards", "greater_is_better", "shuffle_dataset", "data.shuffle", "data.filter_overlong_prompts",
      "trainer.val_before_train"}
 )  # fmt: skip
 """Keys whose `false` is a choice of its own. That of any other key switches off what is off here too."""

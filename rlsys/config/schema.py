@@ -68,6 +68,8 @@ def _resume(value: str) -> str:
     return value
 
 
+ON_CPU_SLOTS, ON_CPU_MICRO_BATCH_TOKENS = 64, 8192
+"""Values of `rollout.slots` and `train.micro_batch_tokens` on CPUs, see `rlsys.launch.device_defaults`."""
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Tolerance by the type that engines compute in. Rounding of two correct implementations is 1e-5 and 0.04."""
 _WRONG_ORIGIN: Mapping[Answers, str] = {
@@ -115,8 +117,9 @@ class ModelSection(Section):
 
     path: str = Field(min_length=1)
     """Folder of a Hugging Face causal language model with its tokenizer, or `org/name` on the hub."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy. None: bfloat16 if
+    ranks and replicas have GPUs and the model is stored so, else float32."""
 
 
 class WeightFrom(Section):
@@ -253,8 +256,9 @@ class RolloutSection(Section):
     """Shards of one replica, each a process with a separate GPU (or core); vLLM only."""
     vllm_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, e.g. `{gpu_memory_utilization: 0.8}`, except those that rlsys sets."""
-    slots: PositiveInt = 64
-    """Sequences that one replica decodes together; further ones wait."""
+    slots: PositiveInt | None = None
+    """Sequences that one replica decodes together; further ones wait. None: 64 on a CPU; on a GPU as many as its memory
+    has room for, a power of two up to 256."""
     max_new_tokens: PositiveInt = 256
     """Longest completion of one turn, in tokens."""
     max_context_tokens: PositiveInt | None = None
@@ -372,9 +376,10 @@ class TrainSection(Section):
     """AdamW's decoupled weight decay."""
     clip_norm: PositiveFloat = 1.0
     """Largest gradient norm, over all parameters and ranks."""
-    micro_batch_tokens: PositiveInt = 8192
+    micro_batch_tokens: PositiveInt | None = None
     """Most tokens of one forward and backward pass, a row without padding in which shared prefixes count once; at least
-    those of one sample. Bounds memory, changes no gradient."""
+    those of one sample. Bounds memory, changes no gradient. None: 8192 on a CPU; on a GPU as many as its memory has
+    room for, a power of two up to 32,768 or one sample."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that a decoder layer computes again for its backward, instead of keeping them: `none`; `selective`:
     all but the results of matrix products and of attention; `full`: all. Saves memory for time, changes no gradient."""
@@ -661,7 +666,22 @@ class Config(Section):
         """Largest mean |difference| of logprobs between replica and trainer right after a weight change, in nats."""
         if self.rollout.probe_tolerance is not None:
             return self.rollout.probe_tolerance
-        return PROBE_TOLERANCE[self.model.dtype]
+        return PROBE_TOLERANCE[self.dtype]
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """Value of `model.dtype`, or that of a CPU."""
+        return self.model.dtype or "float32"
+
+    @property
+    def slots(self) -> int:
+        """Value of `rollout.slots`, or that of a CPU."""
+        return self.rollout.slots or ON_CPU_SLOTS
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Value of `train.micro_batch_tokens`, or that of a CPU."""
+        return self.train.micro_batch_tokens or ON_CPU_MICRO_BATCH_TOKENS
 
     @property
     def resident_versions(self) -> int:

@@ -5,7 +5,8 @@
 works from the command line, from a Python script (also after a call of `ray.init`) and inside a Ray job.
 """
 
-from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan
+from rlsys.launch.device_defaults import with_device_defaults
+from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
 from rlsys.launch.live_run import Run, start, train
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, replay, replay_step
 from rlsys.launch.policy_serving import serve
@@ -28,6 +29,7 @@ __all__ = [
     "inspect_data",
     "look_up",
     "memory_plan",
+    "parsed_size",
     "push",
     "replay",
     "replay_step",
@@ -37,5 +39,6 @@ __all__ = [
     "train",
     "try_rewards",
     "try_workflow",
+    "with_device_defaults",
     "with_steps",
 ]

@@ -20,6 +20,7 @@ from rlsys.config.memory_plan import WorkerMemory, gigabytes, table_of
 from rlsys.config.resource_plan import plan_of
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.errors import ConfigError
+from rlsys.launch.device_defaults import filled_in, with_device_defaults
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, engine_of
 from rlsys.launch.preflight import check_architectures, check_rows
 
@@ -90,6 +91,8 @@ class FittedPlan:
     """GPUs that the workers reserve."""
     workers: tuple[WorkerMemory, ...]
     published: PublishedBytes
+    defaults: tuple[str, ...]
+    """Keys that are not set and follow from the device, with their values, as overrides."""
     advice: tuple[str, ...] = ()
     """Changes that make it fit, as overrides; the nearest first."""
 
@@ -100,6 +103,8 @@ class FittedPlan:
     def lines(self) -> Iterator[str]:
         """Plan as text."""
         yield from table_of(self.workers)
+        if self.defaults:
+            yield f"defaults that follow from the device: {' '.join(self.defaults)}"
         if any(worker.num_gpus for worker in self.workers):
             yield f"planned for GPUs: {self.gpus}; {self.num_reserved:g} reserved"
         yield f"published weights in host memory: {self.published}"
@@ -113,6 +118,7 @@ class FittedPlan:
             "num_reserved": self.num_reserved,
             "published": asdict(self.published),
             "workers": workers,
+            "defaults": list(self.defaults),
             "advice": list(self.advice),
         }
 
@@ -143,17 +149,18 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
         raise ConfigError(
             f"--gpus {gpus}: no worker of this configuration reserves a GPU; set train.num_gpus and rollout.num_gpus"
         )
-    for each in config.trained.values() or [config]:
-        check_rows(each)
-        check_architectures(each)
     from workers.train.memory_counts import memory_of_gpu
 
     own = memory_of_gpu() if memory is None else None
     planned = Gpus(gpus or ceil(reserved), memory or own or USUAL_GPU, is_assumed=not (memory or own))
+    given, config = config, with_device_defaults(config, planned.memory)
+    for each in config.trained.values() or [config]:
+        check_rows(each)
+        check_architectures(each)
     workers, settings = PlannedWorkers(config, planned.memory), MemorySettings.of(config)
     found = (*workers.training(settings), *workers.sampling(settings))
     published = PublishedBytes.of(config, workers.published_bytes(settings))
-    plan = FittedPlan(planned, workers.num_gpus(found), found, published)
+    plan = FittedPlan(planned, workers.num_gpus(found), found, published, tuple(filled_in(given, config)))
     if plan.fits or config.policies:
         return plan
     return replace(plan, advice=tuple(NearestPlan(config, workers, planned.count).advice(settings)))

@@ -60,12 +60,12 @@ class MemorySettings:
     def of(cls, config: Config) -> MemorySettings:
         return cls(
             activation_checkpointing=config.train.activation_checkpointing,
-            micro_batch_tokens=config.train.micro_batch_tokens,
+            micro_batch_tokens=config.micro_batch_tokens,
             offload=config.train.offload,
-            dtype=config.model.dtype,
+            dtype=config.dtype,
             mesh=config.train.mesh,
             tensor_parallel=config.rollout.tensor_parallel,
-            slots=config.rollout.slots,
+            slots=config.slots,
             replicas=config.rollout.replicas,
         )
 
@@ -205,11 +205,15 @@ class PlannedWorkers:
 
     def _sequences(self, settings: MemorySettings, memory: Memory) -> str:
         """Say how many sequences a replica's cache has room for."""
-        of_token = VALUE_BYTES[settings.dtype] * self.sizes(self._config.model.path).cached
-        context = self._config.max_context_tokens
-        shards = min(settings.tensor_parallel, self.sizes(self._config.model.path).key_value_heads)
-        count = memory.kv_cache * shards // (of_token * context)
+        count, context = self.num_cached(settings, memory), self._config.max_context_tokens
         return f"its cache has room for {count} {'sequence' if count == 1 else 'sequences'} of {context} tokens"
+
+    def num_cached(self, settings: MemorySettings, memory: Memory) -> int:
+        """Number of whole conversations that the cache of a replica with this memory has room for."""
+        sizes = self.sizes(self._config.model.path)
+        shards = min(settings.tensor_parallel, sizes.key_value_heads)
+        of_one = VALUE_BYTES[settings.dtype] * sizes.cached * self._config.max_context_tokens
+        return memory.kv_cache * shards // of_one
 
     def replica_gpus(self, settings: MemorySettings) -> float:
         rollout = self._config.rollout
@@ -234,11 +238,16 @@ class PlannedWorkers:
         """Sizes of the model at a path, the value of `key`. Raises `ModelError`."""
         return self._model(path, key).sizes
 
+    @property
+    def is_stored_in_bfloat16(self) -> bool:
+        """True if the policy's files have weights in bfloat16."""
+        return self._model(self._config.model.path).is_stored_in_bfloat16
+
     def _step(self, path: str, settings: MemorySettings, *, has_head: bool) -> StepBytes:
         dtype, how = settings.dtype, settings.activation_checkpointing
         key = (path, dtype, how, has_head, settings.mesh.tensor)
         if key not in self._steps:
-            positions = self._config.train.micro_batch_tokens
+            positions = self._config.micro_batch_tokens
             model = self._model(path, mesh=settings.mesh)
             self._steps[key] = model.step(dtype, how, positions, has_head=has_head)
         return self._steps[key]
@@ -246,7 +255,7 @@ class PlannedWorkers:
     def _forward(self, path: str, settings: MemorySettings) -> ForwardBytes:
         key = (path, settings.dtype)
         if key not in self._forwards:
-            self._forwards[key] = self._model(path).forward(settings.dtype, self._config.train.micro_batch_tokens)
+            self._forwards[key] = self._model(path).forward(settings.dtype, self._config.micro_batch_tokens)
         return self._forwards[key]
 
 

@@ -24,6 +24,7 @@ from rlsys.config.population_file import PopulationFile, with_values
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError, Interrupted, RlsysError
 from rlsys.launch import preflight
+from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.run_lock import locked
 from rlsys.launch.train_run import Stops, TrainingJob, TrainResult, check_trackers
 from rlsys.loop.population import Meeting, Population, Range, Switch
@@ -82,7 +83,7 @@ def run_population(path: Path, overrides: Sequence[str] = ()) -> PopulationResul
     began = time.monotonic()
     settings = load(PopulationFile, [path], [])
     preflight.prepare_imports()
-    base = preflight.with_steps(preflight.rooted(Config.load(settings.config, overrides)))
+    base = with_device_defaults(preflight.with_steps(preflight.rooted(Config.load(settings.config, overrides))))
     if base.policies:
         raise ConfigError("policies: a population has runs of one policy")
     population = _population_of(settings, base.run_dir)

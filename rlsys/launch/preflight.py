@@ -122,7 +122,7 @@ def check_architectures(config: Config) -> None:
 
 def check_rows(config: Config) -> None:
     """Raise `ConfigError` unless each sample fits in a row: rows are what memory is planned for."""
-    longest, tokens = config.max_context_tokens, config.train.micro_batch_tokens
+    longest, tokens = config.max_context_tokens, config.micro_batch_tokens
     if tokens < longest:
         raise ConfigError(
             f"train.micro_batch_tokens: a sample can have {longest} tokens (rollout.max_context_tokens, or "

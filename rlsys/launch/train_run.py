@@ -24,6 +24,7 @@ from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ClusterLost, ConfigError, Interrupted, full_text
 from rlsys.launch import preflight
 from rlsys.launch.dashboard_process import dashboard_beside
+from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.run_lock import locked
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.checkpoint import find_latest, step_of
@@ -164,7 +165,7 @@ def train_job(
     """Run one training job; see `rlsys.train`. `sinks` get the events of the run, `stopping` may end it earlier."""
     began = time.monotonic()
     preflight.prepare_imports()
-    config = preflight.with_steps(preflight.rooted(config))
+    config = with_device_defaults(preflight.with_steps(preflight.rooted(config)))
     preflight.check_run_dir(config)
     check_trackers(config)
     owns = config.trained if config.policies else {POLICY: config}

@@ -88,7 +88,7 @@ def evaluator_of(
 ) -> Evaluator:
     """Build the evaluator of `sets` from the section `eval`."""
     section = config.eval
-    max_open = max(1, 2 * section.replicas * config.rollout.slots // section.samples)
+    max_open = max(1, 2 * section.replicas * config.slots // section.samples)
     return Evaluator(rollouts, rewards, FailurePolicy(config.limits), events, sets, section, config.run.seed, max_open)
 
 
@@ -103,7 +103,7 @@ def best_of(config: Config) -> BestCheckpoints:
 def shape_of(config: Config) -> BatchShape:
     """Return the layout of a step over ranks, updates and micro-batches."""
     train, budget = config.train, config.rollout.max_new_tokens
-    return BatchShape(train.mesh.num_batches, train.micro_batch_tokens, train.updates_per_step, budget)
+    return BatchShape(train.mesh.num_batches, config.micro_batch_tokens, train.updates_per_step, budget)
 
 
 def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, progress: Progress) -> GroupQueue:
@@ -145,4 +145,4 @@ def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker
     rollout = config.rollout
     if rollout.weight_change != "between" or rollout.replicas < 2 or rollout.repack_s == 0:
         return None
-    return Repacker(rollouts, rollout.repack_s, rollout.slots, events)
+    return Repacker(rollouts, rollout.repack_s, config.slots, events)

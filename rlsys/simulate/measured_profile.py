@@ -149,7 +149,7 @@ def profile_of(config: Config, events: Sequence[tuple[Event, float]], turns: Tur
 
     if not (groups and published and len(steps) > 1):
         raise DataError(f"{source} has too few events: a profile needs two steps and the groups that they trained")
-    decoding = Steps.of(groups, rollout.slots)
+    decoding = Steps.of(groups, config.slots)
     overhead_s, sequence_s = decoding.line
     sequence_s = max(sequence_s, 1e-9)
     per_replica, ranks = rollout.tensor_parallel, train.mesh.num_ranks
@@ -166,8 +166,8 @@ def profile_of(config: Config, events: Sequence[tuple[Event, float]], turns: Tur
         *_entry("gpus_per_node", sampling + ranks, "assumed: one machine"),
         *_entry("gpus_per_replica", per_replica, "configuration"),
         *_entry("inference_share", round(sampling / (sampling + ranks), 6), "configuration"),
-        *_entry("slots", rollout.slots, "configuration"),
-        *_entry("cache_tokens", rollout.slots * config.max_context_tokens, "assumed: every slot can be full"),
+        *_entry("slots", config.slots, "configuration"),
+        *_entry("cache_tokens", config.slots * config.max_context_tokens, "assumed: every slot can be full"),
         f"decode:  # measured with {fewest:.0f} to {most:.0f} requests at once",
         *_entry("  overhead_s", overhead_s, "measured"),
         *_entry("  weights_s", sequence_s, "measured: not told apart from overhead_s"),

@@ -35,6 +35,7 @@ KEYS = {
     "checkpoint": {
         "copy_s", "first_copy_s", "last_phases_s", "resume_s", "save_s", "stall_s", "stall_share", "state_mb",
     },
+    "compiled": {"sort"},
     "cpu_split": {"sort"},
     "damage": {"configs", "rows", "gateway", "folders"},
     "dashboard": {

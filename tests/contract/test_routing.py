@@ -275,6 +275,14 @@ def test_without_records_a_router_chooses_itself() -> None:
     assert replay.reduced(RankGroup()) == {}
 
 
+def test_records_are_counted_without_a_wait_for_the_device() -> None:
+    """Tensors of the meta device have no values: what reads one fails."""
+    meta = torch.device("meta")
+    replay, choices = RoutingReplay(moe(), meta), random_choices(len(PROMPT) + 11, seed=1)
+    for sample in (one_sample(choices), one_sample(None)):
+        replay.count(MicroBatch.of([sample]).to(meta))
+
+
 def test_records_of_another_model_are_refused() -> None:
     model = moe()
     RoutingReplay(model, CPU)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithm import LossInputs, LossOutput, Signal
+from algorithms.dart import DART
+from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import OutOfMemory, TrainingError
@@ -153,10 +154,11 @@ def test_skipping_zero_advantages_saves_forwards_and_changes_no_weight(model_pat
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "num_updates", "passes"), [(PLAIN, 1, 1), (PLAIN, 2, 2), (Measuring(), 1, 2), (Paired(), 1, 2)]
+    ("algorithm", "num_updates", "passes"),
+    [(PLAIN, 1, 1), (PLAIN, 2, 2), (Measuring(), 1, 2), (Paired(), 1, 2), (DART(group_size=4), 1, 1)],
 )
 def test_an_extra_pass_runs_only_where_it_is_needed(
-    algorithm: Surrogate, num_updates: int, passes: int, model_path: str
+    algorithm: Algorithm, num_updates: int, passes: int, model_path: str
 ) -> None:
     backend, forwards = FsdpBackend(model_path, SETTINGS, RankGroup()), []
     backend._scorer.register_forward_hook(lambda *_: forwards.append(1))

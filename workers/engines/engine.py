@@ -163,8 +163,8 @@ class EngineSpec:
         return cls(
             engine=rollout.engine if isinstance(rollout.engine, str) else rollout.engine.type,
             model_path=config.model.path,
-            dtype=config.model.dtype,
-            slots=rollout.slots,
+            dtype=config.dtype,
+            slots=config.slots,
             max_context=config.max_context_tokens,
             kv_cache=rollout.kv_cache,
             tensor_parallel=rollout.tensor_parallel,

@@ -154,7 +154,7 @@ class Models:
         """Create all models as at version 0. Raises `ModelError`."""
         self._config, self._ranks = job.config, ranks
         config, device = job.config, partial(job.device, rank=ranks.rank)
-        path, dtype, signals = config.model.path, config.model.dtype, config.algorithm.signals
+        path, dtype, signals = config.model.path, config.dtype, config.algorithm.signals
         savings = config.train.savings
         self.policy = FsdpBackend(
             path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY),
@@ -169,7 +169,7 @@ class Models:
                 savings=savings, lora=config.critic_lora,
             )  # fmt: skip
         if Signal.REFERENCE_MISMATCHED in signals and config.has_reference:
-            distribution, max_tokens = config.rollout.distribution, config.train.micro_batch_tokens
+            distribution, max_tokens = config.rollout.distribution, config.micro_batch_tokens
             self._reference = ReferenceWorker(config.reference_path, dtype, distribution, max_tokens, device(REFERENCE))
 
     def load(self, checkpoint: Path) -> None:
@@ -192,7 +192,7 @@ class Models:
 
     def hash(self) -> str:
         """Hash of the weights as they would be published; on other ranks than 0, hash of no weights."""
-        return hash_of(self.policy.full_weights(getattr(torch, self._config.model.dtype)))
+        return hash_of(self.policy.full_weights(getattr(torch, self._config.dtype)))
 
     def _columns(self, plan: RankPlan, data: StepData) -> dict[Signal, StepColumn]:
         """Columns that are computed per step."""
@@ -289,7 +289,7 @@ def _not_reproduced(failed: FailedStep) -> str | None:
 
 def _policy(config: Config, folder: Path, device: torch.device) -> _Trained:
     lora, path = config.train.lora, config.model.path
-    model = load_model(path, getattr(torch, config.model.dtype) if lora else torch.float32, device)
+    model = load_model(path, getattr(torch, config.dtype) if lora else torch.float32, device)
     if lora:
         add_adapter(model, lora, path, torch.float32)
     _restore(model, folder / ACTOR, model, config)
@@ -298,7 +298,7 @@ def _policy(config: Config, folder: Path, device: torch.device) -> _Trained:
 
 def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
     lora, path = config.critic_lora, config.critic.path or config.model.path
-    model = load_value_model(path, device, getattr(torch, config.model.dtype) if lora else torch.float32)
+    model = load_value_model(path, device, getattr(torch, config.dtype) if lora else torch.float32)
     if lora:
         add_adapter(model.base, lora, path, torch.float32)
     _restore(model, folder / CRITIC, model.base, config)
@@ -310,7 +310,7 @@ def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Confi
     fp32."""
     load_state({"model": trained_parameters(model)}, folder, num_ranks=1)
     for parameter in computing.parameters():
-        parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+        parameter.data = parameter.data.to(getattr(torch, config.dtype))
 
 
 def _scores(model: PreTrainedModel, config: Config) -> Forward:
@@ -330,7 +330,7 @@ def _columns(
     wanted = set(signals)
     made: dict[Signal, Callable[[MicroBatchPlan], Tensor]] = {}
     if wanted & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
-        score = _scores(load_model(config.reference_path, getattr(torch, config.model.dtype), device), config)
+        score = _scores(load_model(config.reference_path, getattr(torch, config.dtype), device), config)
         made[Signal.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))
         made[Signal.REFERENCE_MISMATCHED] = lambda one: mismatched(data, one, plan.partners, score, device)
     if critic is not None:

@@ -91,10 +91,12 @@ def score(
     """
     device = next(model.parameters()).device
     rows = [np.zeros(len(sample.completion_ids), np.float32) for sample in samples]
+    parts: list[tuple[list[int], list[int], Tensor]] = []  # on the device until all are computed
     for indices, micro_batch in packed(samples, max_tokens):
         with torch.inference_mode():
             logprobs_N, _ = trained_logprobs(model, micro_batch.to(device), distribution)
-        lengths = micro_batch.num_trained_S.tolist()
+        parts.append((indices, micro_batch.num_trained_S.tolist(), logprobs_N))
+    for indices, lengths, logprobs_N in parts:
         for index, own_N in zip(indices, logprobs_N.cpu().split(lengths), strict=True):
             rows[index][np.asarray(samples[index].is_trained)] = own_N.numpy()
     return [FloatArray.over(row) for row in rows]

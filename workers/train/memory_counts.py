@@ -122,6 +122,8 @@ class CountedModel:
         if mesh is not None and mesh.tensor > 1:
             _split(self._config, mesh.tensor, has_experts=bool(experts_of(whole)))
             whole = self._model("float32")
+        self.is_stored_in_bfloat16 = self._config.get_text_config().dtype == torch.bfloat16
+        """True if the model's files say that they have weights in bfloat16."""
         self._num_layers = self._config.get_text_config().num_hidden_layers
         self.sizes = _sizes(whole)
 

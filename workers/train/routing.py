@@ -130,8 +130,9 @@ class RoutingReplay:
     def count(self, batch: MicroBatch) -> None:
         """Count the positions of a micro-batch that is trained on."""
         routing_RW = batch.routing_RW
-        num_recorded = 0 if routing_RW is None else (routing_RW != NOT_RECORDED).any(1).sum()
-        self._trained_2 += torch.tensor([len(batch.tokens_R), num_recorded], device=self._trained_2.device)
+        self._trained_2[0] += len(batch.tokens_R)
+        if routing_RW is not None:
+            self._trained_2[1] += (routing_RW != NOT_RECORDED).any(1).sum()
 
     def reduced(self, ranks: RankGroup) -> dict[str, float]:
         """Return `sampler/experts_*` over all ranks since the last call; no share of nothing. Collective."""

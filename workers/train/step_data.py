@@ -64,7 +64,7 @@ class RankStep:
     def whole(self, score: Score, ranks: RankGroup) -> Iterable[Iterable[Part]]:
         """As `shaped`, for the policy, with whitening and step statistics. Stays lazy if neither is needed."""
         shaped, algorithm = self.shaped(score), self.algorithm
-        if not (self._is_scored_ahead or algorithm.whitens):
+        if not (algorithm.has_step_statistics or self._is_scored_ahead or algorithm.whitens):
             return shaped
         updates = [list(update) for update in shaped]
         parts = [part for update in updates for part in update]
@@ -83,7 +83,7 @@ class RankStep:
 
     @property
     def _is_scored_ahead(self) -> bool:
-        return len(self.plan.updates) > 1 or self.algorithm.has_step_statistics
+        return len(self.plan.updates) > 1 or self.algorithm.scores_ahead
 
     def _part(self, plan: MicroBatchPlan, place: int, score: Score | None) -> Part:
         batch = self.data.micro_batch(plan, place).to(self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 import torch
@@ -278,6 +278,29 @@ def test_nothing_is_skipped_where_zero_advantages_are_trained_or_measured() -> N
             return replace(own, loss_N=own.loss_N + 0.01 * logprobs_N)
 
     assert not WithEntropyBonus().skips_zero_advantages
+
+
+@every
+def test_advantages_and_losses_wait_for_no_value_of_the_device(algorithm: Algorithm) -> None:
+    """Tensors of the meta device have no values: what reads one fails."""
+    step = [some_group(i) for i in range(3)]
+    assigned = algorithm.finalize_advantages(step, {}).groups
+    plan = plan_batch(step, assigned, algorithm.aggregation.with_budget(7), num_ranks=1, max_tokens=10_000)
+    refs = [ref for part in plan[0].micro_batches for ref in part.samples]
+    facts, real = facts_of(algorithm, [refs], step), inputs(refs, step, algorithm)
+    tensors = {f.name: getattr(real, f.name) for f in fields(real) if isinstance(getattr(real, f.name), Tensor)}
+    batch = replace(
+        real,
+        **{name: tensor.to("meta") for name, tensor in tensors.items()},
+        columns_N={signal: column_N.to("meta") for signal, column_N in real.columns_N.items()},
+        facts=facts,
+    )
+    shaped = algorithm.token_advantages(batch)
+    batch = replace(batch, advantages_N=shaped.advantages_N, returns_N=shaped.returns_N)
+    logprobs_N = torch.empty_like(batch.advantages_N, requires_grad=True)
+    algorithm.loss(logprobs_N, batch).loss_N.sum().backward()
+    if Signal.VALUES in algorithm.signals:
+        algorithm.value_loss(logprobs_N, batch).loss_N.sum().backward()
 
 
 def placed(algorithm: Algorithm, scored: Group) -> dict[tuple[int, int, int | None], float]:

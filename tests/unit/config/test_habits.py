@@ -134,6 +134,8 @@ def test_no_key_of_the_table_is_dropped_silently(tmp_path: Path, habit: Habit, v
 def test_a_false_that_changes_a_run_is_kept(tmp_path: Path):
     _, shown = converted(tmp_path, "grpo.json", json.dumps({**WHOLE["TRL"], "scale_rewards": False}))
     assert "# look at: scale_rewards: False: algorithm.type, dr_grpo does not divide" in shown
+    config, _ = converted(tmp_path, "grpo.json", json.dumps({**WHOLE["TRL"], "bf16": False}))
+    assert config.model.dtype == "float32"
     config, _ = converted(tmp_path, "grpo.yaml", "actor_rollout_ref: {rollout: {n: 4}}\ndata: {shuffle: false}\n")
     assert not config.data.shuffle
     config, _ = converted(

@@ -14,6 +14,7 @@ from examples.tiny_policy import build_tokenizer
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError, ModelError
+from rlsys.launch import with_device_defaults
 
 RLSYS = Path(sys.executable).with_name("rlsys")
 HEAVY = ("torch", "ray", "transformers", "numpy", "datasets")
@@ -33,7 +34,8 @@ def test_show_prints_what_loads_back_as_the_same_configuration(job: str, tmp_pat
     assert shown.exit_code == 0
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(shown.stdout)
-    assert Config.load(resolved) == Config.load(job, ["train.lr=1e-5", "algorithm.clip_high=0.3"])
+    given = Config.load(job, ["train.lr=1e-5", "algorithm.clip_high=0.3"])
+    assert Config.load(resolved) == with_device_defaults(given)
 
 
 def test_a_dry_run_says_what_the_job_needs(job: str):
@@ -200,7 +202,7 @@ def test_a_dry_run_prints_configuration_with_plan_comments(job: str, tmp_path: P
     assert "# 32 groups in the pipe at most, so no token is more than 0 steps stale" in done.stdout
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(done.stdout)
-    assert Config.load(resolved) == Config.load(job)
+    assert Config.load(resolved) == with_device_defaults(Config.load(job))
 
 
 def test_the_schema_is_json_and_holds_the_installed_algorithms():

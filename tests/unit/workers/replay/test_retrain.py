@@ -93,7 +93,7 @@ class Run:
         """A session, from the checkpoint of `start` if it is not the first."""
         self.config = config = Config.load([], [*self.keys, *overrides])
         write_run_dir(config, self.checkpoint(start) if start else None)
-        model, dtype, signals = self.model, config.model.dtype, config.algorithm.signals
+        model, dtype, signals = self.model, config.dtype, config.algorithm.signals
         self.backend = FsdpBackend(model, optimizer_settings(config), RankGroup(), dtype=dtype)
         self.critic = self.reference = None
         if Signal.VALUES in signals:
@@ -105,7 +105,7 @@ class Run:
         self.events.emit(RunStarted(str(self.folder), start, STEPS))
 
     def publish(self) -> None:
-        found = hash_of(self.backend.full_weights(getattr(torch, self.config.model.dtype)))
+        found = hash_of(self.backend.full_weights(getattr(torch, self.config.dtype)))
         self.events.emit(WeightsPublished(self.backend.step, found, 1, 1, 0.0, 0.0))
 
     def train(self) -> None:

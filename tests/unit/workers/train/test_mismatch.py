@@ -12,9 +12,9 @@ from torch import Tensor, tensor
 
 from rlsys.monitoring.metric_catalog import undocumented
 from workers.train.rank_group import RankGroup
-from workers.train.rank_metrics import BIN_WIDTH, MAX_LOG_RATIO, Mismatch
+from workers.train.rank_metrics import BIN_WIDTH, MAX_LOG_RATIO, Mismatch, StepMetrics
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 tokens = st.lists(st.tuples(st.floats(-25, 25), st.integers(0, 7)), min_size=1, max_size=60)
 """Log-ratio and staleness of each token."""
 
@@ -122,3 +122,12 @@ def test_one_token_that_outweighs_all_others_is_all_that_counts() -> None:
 def test_logprobs_that_are_not_numbers_are_reported_not_raised() -> None:
     figures = mismatch([(math.nan, 0), (math.inf, 0)]).reduced(RankGroup())
     assert math.isnan(figures["sampler/mismatch_kl"])
+
+
+def test_a_micro_batch_is_added_without_a_wait_for_the_device() -> None:
+    """Tensors of the meta device have no values: what reads one fails."""
+    column_N, staleness_N = torch.empty(5, device=META), torch.empty(5, dtype=torch.int64, device=META)
+    result, totals = Mismatch(META), StepMetrics()
+    for _ in range(2):
+        result.add(column_N, column_N, staleness_N)
+        totals.add({"policy/entropy": column_N}, 0.5)

@@ -1,0 +1,114 @@
+"""Defaults that follow from the device: `model.dtype`, `rollout.slots` and `train.micro_batch_tokens`.
+
+On CPUs they are constants. On GPUs they come from the model and the memory plan, once, when a run is started; its
+`config.resolved.yaml` has them, and a resume takes them from there. No run with the values for GPUs ever ran on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.config.loader import tree_in
+from rlsys.config.schema import ON_CPU_SLOTS
+from rlsys.config.server_section import ServerSection
+from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers
+from rlsys.loop.checkpoint import CONFIG
+
+MOST_SLOTS = 256
+MOST_MICRO_BATCH_TOKENS = 2**15
+_SECTIONS = {"dtype": "model", "slots": "rollout", "micro_batch_tokens": "train"}
+"""Section of each key."""
+
+
+def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Config:
+    """Return the configuration with a value for each of these keys; those that are set stay.
+
+    `gpu_memory` is that of each GPU, in bytes; None: that of this machine's. Where it is not known, where the model is
+    not here, and for several policies, the values are those of CPUs. Raises `ModelError` for a model that is neither a
+    folder nor on the hub.
+    """
+    has_gpus = bool(config.train.num_gpus or config.rollout.num_gpus)
+    if has_gpus and not config.policies and _missing(config) and _has_model(config):
+        config = _with(config, _recorded(config))
+        if missing := _missing(config):
+            config = _with(config, _of_gpus(config, missing, gpu_memory))
+    return _with(config, {key: getattr(config, key) for key in _SECTIONS})
+
+
+def _has_model(config: Config) -> bool:
+    """Return True if the model's configuration can be read; workers refuse a folder without one. A folder that is not
+    on this machine may be on another one of a cluster."""
+    folder = Path(config.model.path)
+    return (folder / "config.json").is_file() or (config.ray.address is None and not folder.is_dir())
+
+
+def filled_in(given: Config, config: Config) -> Iterator[str]:
+    """Yield the keys that `with_device_defaults` filled in, as overrides: `rollout.slots=64`."""
+    yield from (f"{_SECTIONS[key]}.{key}={getattr(config, key)}" for key in _SECTIONS if key in _missing(given))
+
+
+def _missing(config: Config) -> set[str]:
+    return {key for key, section in _SECTIONS.items() if getattr(getattr(config, section), key) is None}
+
+
+def _with(config: Config, values: Mapping[str, Any]) -> Config:
+    """Fill in these keys where they are not set."""
+    missing = _missing(config) & values.keys()
+    filled = {s: getattr(config, s).model_copy(update={k: values[k]}) for k, s in _SECTIONS.items() if k in missing}
+    return config.model_copy(update=filled)
+
+
+def _recorded(config: Config) -> dict[str, Any]:
+    """Values of the run that is resumed; empty if there is none."""
+    path = config.run_dir / CONFIG
+    if config.run.resume not in ("auto", "must") or not path.is_file():
+        return {}
+    tree = tree_in(path)
+    return {key: tree[section][key] for key, section in _SECTIONS.items() if tree.get(section, {}).get(key) is not None}
+
+
+def _of_gpus(config: Config, missing: set[str], gpu_memory: int | None) -> dict[str, Any]:
+    """Values of these keys on GPUs."""
+    from workers.train.memory_counts import memory_of_gpu
+
+    train, rollout = config.train, config.rollout
+    memory = gpu_memory or memory_of_gpu()
+    longest = max(MOST_MICRO_BATCH_TOKENS, config.max_context_tokens)
+    counted = _with(config, {"micro_batch_tokens": longest})  # counts are exact at these positions
+    workers, settings = PlannedWorkers(counted, memory or 0), MemorySettings.of(config)
+    found: dict[str, Any] = {}
+    is_all_on_gpus = train.num_gpus and (rollout.num_gpus or isinstance(rollout.engine, ServerSection))
+    if "dtype" in missing and is_all_on_gpus and workers.is_stored_in_bfloat16:
+        found["dtype"] = "bfloat16"
+        settings = replace(settings, dtype="bfloat16")
+    if memory is not None and "micro_batch_tokens" in missing and train.num_gpus:
+        found["micro_batch_tokens"] = _most_tokens(workers, settings, config.max_context_tokens)
+        settings = replace(settings, micro_batch_tokens=found["micro_batch_tokens"])
+    if memory is not None and "slots" in missing and rollout.num_gpus:
+        found["slots"] = _most_slots(workers, settings)
+    return found
+
+
+def _most_tokens(workers: PlannedWorkers, settings: MemorySettings, longest: int) -> int:
+    """Most tokens, a power of two, with which ranks and reference fit; the fewest that hold one sample if none do."""
+    least = 1 << (longest - 1).bit_length()
+    most = max(MOST_MICRO_BATCH_TOKENS, least)
+    choices = [2**n for n in range(most.bit_length() - 1, least.bit_length() - 2, -1)]
+    fits = (n for n in choices if all(w.fits for w in workers.training(replace(settings, micro_batch_tokens=n))))
+    return next(fits, least)
+
+
+def _most_slots(workers: PlannedWorkers, settings: MemorySettings) -> int:
+    """Most slots, a power of two, with which the replicas fit; beyond those of a CPU, only with a cache that has room
+    for as many whole conversations."""
+    for slots in (2**n for n in range(MOST_SLOTS.bit_length() - 1, -1, -1)):
+        choice = replace(settings, slots=slots)
+        replicas = workers.sampling(choice)
+        has_room = slots <= ON_CPU_SLOTS or workers.num_cached(choice, replicas[0].memory) >= slots
+        if has_room and all(one.fits for one in replicas):
+            return slots
+    return 1

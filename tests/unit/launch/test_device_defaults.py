@@ -1,0 +1,111 @@
+"""Defaults that follow from the device: constants on CPUs, the model and the memory plan on GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.launch.device_defaults import filled_in, with_device_defaults
+from rlsys.launch.fitting import memory_plan
+from rlsys.launch.preflight import write_run_dir
+
+PLANNED = Path(__file__).parents[3] / "docs" / "plan"
+GB = 10**9
+ON_GPUS = ["train.num_gpus=1", "rollout.num_gpus=1", "rollout.engine=local"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The configuration of a model of half a billion parameters that is stored in bfloat16."""
+    facts = json.loads((PLANNED / "qwen2.5-0.5b" / "config.json").read_text())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**facts, "dtype": "bfloat16"}))
+    return tmp_path / "model"
+
+
+def config_of(model: Path, *overrides: str) -> Config:
+    needed = [f"run.folder={model.parent}", "run.steps=1", "data.path=tasks.jsonl", "reward.fn=math"]
+    return Config.load([], [f"model.path={model}", *needed, *overrides])
+
+
+def filled(model: Path, gpu_memory: int | None, *overrides: str) -> list[str]:
+    given = config_of(model, *overrides)
+    return [*filled_in(given, with_device_defaults(given, gpu_memory))]
+
+
+def test_on_cpus_the_defaults_are_constants_and_no_model_is_read(tmp_path: Path):
+    found = filled(tmp_path / "none", 80 * GB)
+    assert found == ["model.dtype=float32", "rollout.slots=64", "train.micro_batch_tokens=8192"]
+    given = config_of(tmp_path / "none")
+    assert (given.dtype, given.slots, given.micro_batch_tokens) == ("float32", 64, 8192)
+
+
+def test_keys_that_are_set_stay(model: Path):
+    own = ["model.dtype=float32", "rollout.slots=7", "train.micro_batch_tokens=5000"]
+    config = config_of(model, *ON_GPUS, *own)
+    assert with_device_defaults(config, 80 * GB) == config
+
+
+def test_a_model_stored_in_bfloat16_computes_in_it_if_all_its_workers_have_gpus(model: Path):
+    assert filled(model, 80 * GB, *ON_GPUS)[0] == "model.dtype=bfloat16"
+    assert filled(model, 80 * GB, *ON_GPUS, "rollout.num_gpus=0")[0] == "model.dtype=float32"
+    assert filled(PLANNED / "qwen2.5-0.5b", 80 * GB, *ON_GPUS)[0] == "model.dtype=float32"  # says no type
+
+
+@pytest.mark.parametrize(("memory", "engine"), [(16, "local"), (40, "local"), (24, "vllm")])
+def test_slots_and_tokens_are_the_most_that_fit(model: Path, memory: int, engine: str):
+    given = config_of(model, *ON_GPUS, f"rollout.engine={engine}")
+    config = with_device_defaults(given, memory * GB)
+
+    def fits(**changed: int) -> bool:
+        update = {
+            "rollout": config.rollout.model_copy(update={"slots": changed.get("slots", config.slots)}),
+            "train": config.train.model_copy(
+                update={"micro_batch_tokens": changed.get("tokens", config.micro_batch_tokens)}
+            ),
+        }
+        return memory_plan(config.model_copy(update=update), gpu_memory=f"{memory}GB").fits
+
+    assert fits()
+    assert config.micro_batch_tokens == 2**15 or not fits(tokens=2 * config.micro_batch_tokens)
+    assert config.slots == 256 or engine == "vllm" or not fits(slots=2 * config.slots)
+    assert config.micro_batch_tokens >= config.max_context_tokens
+
+
+def test_more_memory_never_gives_fewer_slots_or_tokens(model: Path):
+    found = [with_device_defaults(config_of(model, *ON_GPUS), memory * GB) for memory in (16, 24, 48, 80)]
+    assert sorted(config.slots for config in found) == [config.slots for config in found]
+    assert sorted(config.micro_batch_tokens for config in found) == [config.micro_batch_tokens for config in found]
+    assert found[0].micro_batch_tokens < found[-1].micro_batch_tokens
+
+
+def test_a_row_has_room_for_the_longest_sample(model: Path):
+    config = with_device_defaults(config_of(model, *ON_GPUS, "rollout.max_new_tokens=60000"), 80 * GB)
+    assert config.micro_batch_tokens == 2**16
+
+
+def test_replicas_alone_on_gpus_change_only_their_slots(model: Path):
+    found = filled(model, 80 * GB, *ON_GPUS, "train.num_gpus=0")
+    assert found == ["model.dtype=float32", "rollout.slots=256", "train.micro_batch_tokens=8192"]
+
+
+def test_several_policies_have_the_values_of_cpus(model: Path):
+    found = filled(model, 80 * GB, *ON_GPUS, "policies={a: {}, b: {is_frozen: true}}", "agents={lead: a, other: b}")
+    assert found == ["model.dtype=float32", "rollout.slots=64", "train.micro_batch_tokens=8192"]
+
+
+def test_a_resume_has_the_values_that_the_run_recorded(model: Path):
+    first = with_device_defaults(config_of(model, *ON_GPUS), 80 * GB)
+    write_run_dir(first)
+    resumed = with_device_defaults(config_of(model, *ON_GPUS, "run.resume=auto"), 16 * GB)
+    assert (resumed.dtype, resumed.slots, resumed.micro_batch_tokens) == ("bfloat16", 256, first.micro_batch_tokens)
+    assert with_device_defaults(config_of(model, *ON_GPUS), 16 * GB).micro_batch_tokens < first.micro_batch_tokens
+
+
+def test_the_plan_names_the_defaults(model: Path):
+    plan = memory_plan(config_of(model, *ON_GPUS, "train.micro_batch_tokens=2048"), gpu_memory="80GB")
+    assert "defaults that follow from the device: model.dtype=bfloat16 rollout.slots=256" in plan.lines()
+    assert plan.as_json()["defaults"] == ["model.dtype=bfloat16", "rollout.slots=256"]
