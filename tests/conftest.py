@@ -5,6 +5,7 @@ And for those that ask: one Ray cluster, one tiny model, one file of tasks.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -66,6 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
         if group == "ray":
             item.add_marker(pytest.mark.ray)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures start an engine
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave little for vLLM's garbage collections: each start does several, over all that the process has imported."""
+    if item.get_closest_marker("vllm"):
+        gc.freeze()
 
 
 def _fixtures_of(item: pytest.Item) -> Mapping[str, Sequence[pytest.FixtureDef[object]]]:
