@@ -47,6 +47,7 @@ from benchmarks.measure import (
     spread,
     spreads,
 )
+from benchmarks.turn_routing import Sessions
 from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
@@ -138,7 +139,8 @@ def main() -> None:
     gateway = [asyncio.run(gateway_overhead("raw", clients, conversations)) for _ in range(repeats)]
     openai = [asyncio.run(gateway_overhead("openai", clients // 8 or 1, conversations)) for _ in range(repeats)]
     prefix = [asyncio.run(kept_prefixes(size, seed)) for seed in range(repeats)]
-    routing = in_fresh_process("benchmarks.turn_routing:measured", repeats, 2.0 if size == "short" else 30.0)
+    kinds, *seconds = (["even"], 2.0, 0.5) if size == "short" else (get_args(Sessions), 30.0, 5.0)
+    routing = in_fresh_process("benchmarks.turn_routing:measured", kinds, repeats, *seconds)
     print_result(
         {
             "routing": routing,

@@ -43,7 +43,7 @@ REPEATS = {"full": 5, "quick": 1, "short": 1}
 POSITIONS = {"full": 2048, "quick": 2048, "short": 64}
 GROUP_SIZE = 8
 PROMPT = 64
-LOADING_RANKS = 4
+LOADING_RANKS = {"full": 4, "quick": 4, "short": 2}
 MANY_RANKS = 64
 
 
@@ -81,7 +81,9 @@ def main() -> None:
             "plan_error": in_fresh_process("benchmarks.planned_memory:plan_errors", size),
             **{name: {how: each[name] for how, each in collectives.items()} for name in collectives["update"]},
             **in_fresh_process("benchmarks.lora_step:lora_figures", size, REPEATS[size]),
-            "load_peak_over_shard": in_fresh_process("benchmarks.trainer:measure_load", num_layers),
+            "load_peak_over_shard": in_fresh_process(
+                "benchmarks.trainer:measure_load", num_layers, LOADING_RANKS[size]
+            ),
         }
     )
 
@@ -118,16 +120,16 @@ def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -
     return {"peak_mb": peak / 2**20, "seconds": seconds[0]}
 
 
-def measure_load(num_layers: int) -> float:
+def measure_load(num_layers: int, num_ranks: int) -> float:
     """Return `load_peak_over_shard`."""
     from workers.train.rank_group import in_processes
 
     with TemporaryDirectory() as folder:
         random_model(num_layers).bfloat16().save_pretrained(folder)
-        return in_processes(LOADING_RANKS, partial(_load, folder), "loading")
+        return in_processes(num_ranks, partial(_load, folder, num_ranks), "loading")
 
 
-def _load(path: str, rank: int, address: str) -> float:
+def _load(path: str, num_ranks: int, rank: int, address: str) -> float:
     """Load as one rank; return its peak over the bytes of its shards and of the largest tensor."""
     import torch
     from torch.distributed.tensor import DTensor
@@ -138,7 +140,7 @@ def _load(path: str, rank: int, address: str) -> float:
     from workers.train.rank_group import RankGroup
 
     torch.set_num_threads(1)
-    ranks = RankGroup(rank, LOADING_RANKS, address=address)
+    ranks = RankGroup(rank, num_ranks, address=address)
 
     def lay_out(model: PreTrainedModel) -> None:
         RankLayout(ranks, torch.float32, CPU).apply(Scorer(model))

@@ -1,6 +1,6 @@
 """Turns a second of four replicas on Ray, with turns routed one by one and with groups that stay together.
 
-    python -m benchmarks.measure benchmarks.turn_routing:measured '[3, 30.0]'
+    python -m benchmarks.measure benchmarks.turn_routing:measured '[["uneven", "even", "single"], 3, 30.0, 5.0]'
 
 Part of `benchmarks.agents`. Replicas are workers of a real pool in processes of their own; their engines are scripted:
 8 slots, a token a tick of 5 ms, whatever else the machine does. The pool has 12 groups of 8 sessions in flight,
@@ -46,7 +46,6 @@ GROUP_SIZE, IN_FLIGHT = 8, 12
 TOOL_S = 0.05
 NUM_TOKENS, MAX_TOKENS = 40, 400
 MEDIAN_TURNS, MAX_TURNS, EVEN_TURNS = 4, 40, 8
-WARM_UP_S = 5.0
 Sessions: TypeAlias = Literal["uneven", "even", "single"]
 Routing: TypeAlias = Literal["turn", "group"]
 DEADLINE_S = 600.0
@@ -111,20 +110,22 @@ class Measured(RolloutWorker):
         return self.generator.stats().num_tokens, Dialogues.num_turns, self.generator.turns.num_away
 
 
-def measured(repeats: int, window_s: float) -> dict[str, object]:
-    """Measure every kind of sessions, `repeats` times `window_s` seconds."""
+def measured(kinds: Sequence[Sessions], repeats: int, window_s: float, warm_up_s: float) -> dict[str, object]:
+    """Measure each kind of sessions, `repeats` times `window_s` seconds, each after `warm_up_s` of the same load."""
     connect(None, NUM_REPLICAS)
-    return {kind: of_kind(kind, repeats, window_s) for kind in get_args(Sessions)}
+    return {kind: of_kind(kind, repeats, window_s, warm_up_s) for kind in kinds}
 
 
-def of_kind(kind: Sessions, repeats: int, window_s: float) -> dict[str, object]:
+def of_kind(kind: Sessions, repeats: int, window_s: float, warm_up_s: float) -> dict[str, object]:
     """Measure one kind of sessions in both ways, in the same workers."""
     with asyncio.Runner() as runner:
         pool = RolloutPool(PoolSpec(NUM_REPLICAS, partial(_start, kind), DEADLINE_S, DEADLINE_S, max_attempts=1))
         runner.run(pool.ready())
         routings: tuple[Routing, ...] = get_args(Routing)
         runs = in_turn(
-            repeats, routings, lambda repeat, routing: runner.run(_run(pool, kind, routing, repeat, window_s))
+            repeats,
+            routings,
+            lambda repeat, routing: runner.run(_run(pool, kind, routing, repeat, window_s, warm_up_s)),
         )
         runner.run(pool.close())
     return {
@@ -138,7 +139,9 @@ def _start(kind: Sessions, name: str) -> Remote[RolloutWorker]:
     return start(Measured, name, build, NO_MATHS, DEADLINE_S)
 
 
-async def _run(pool: RolloutPool, kind: Sessions, routing: Routing, repeat: int, window_s: float) -> dict[str, float]:
+async def _run(
+    pool: RolloutPool, kind: Sessions, routing: Routing, repeat: int, window_s: float, warm_up_s: float
+) -> dict[str, float]:
     workers = [cast("Remote[Measured]", member.worker) for member in pool.members]
     for worker in workers:
         if routing == "turn":
@@ -155,9 +158,9 @@ async def _run(pool: RolloutPool, kind: Sessions, routing: Routing, repeat: int,
             if time.perf_counter() >= end_s:
                 return
 
-    end_s = time.perf_counter() + WARM_UP_S + window_s
+    end_s = time.perf_counter() + warm_up_s + window_s
     streams = asyncio.gather(*(stream() for _ in range(IN_FLIGHT)))
-    await asyncio.sleep(WARM_UP_S)
+    await asyncio.sleep(warm_up_s)
     (before, began_s), _ = (await _figures(workers), time.perf_counter()), await asyncio.sleep(window_s)
     after, wall_s = await _figures(workers), time.perf_counter() - began_s
     await streams

@@ -5,6 +5,7 @@ And for those that ask: one Ray cluster, one tiny model, one file of tasks.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -27,6 +29,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # beside other tests, workers at Ray's 15 would starve
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 FIRST = ("ray", "ranks", "benchmarks")
@@ -63,6 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
         if group == "ray":
             item.add_marker(pytest.mark.ray)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures start an engine
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave little for vLLM's garbage collections: each start does several, over all that the process has imported."""
+    if item.get_closest_marker("vllm"):
+        gc.freeze()
 
 
 def _fixtures_of(item: pytest.Item) -> Mapping[str, Sequence[pytest.FixtureDef[object]]]:

@@ -9,10 +9,21 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import psutil
 import pytest
+
+SLOW_IMPORTS = ["tests.training", "tests.families", "examples.sort.prepare", "workers.rollout.rollout_pool"]
+
+
+def forks_with_imports() -> ForkServerContext:
+    """The context whose processes are forked from one that has imported what takes seconds to import."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(SLOW_IMPORTS)
+    return context
 
 
 def is_gone(pid: int) -> bool:

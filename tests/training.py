@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
@@ -27,6 +26,7 @@ from rlsys.batch.samples import Sample, meta_of
 from rlsys.batch.tensors import StepData
 from rlsys.types import Episode, Group, Trajectory
 from tests.models import episode_of, random_prompt, random_sample
+from tests.processes import forks_with_imports
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 
@@ -147,7 +147,7 @@ class JoinedRanks:
     def __init__(self, folder: Path, num_ranks: int = 2) -> None:
         address = f"file://{folder}/ranks"
         self._pools = [
-            ProcessPoolExecutor(1, get_context("spawn"), initializer=_join, initargs=(rank, num_ranks, address))
+            ProcessPoolExecutor(1, forks_with_imports(), initializer=_join, initargs=(rank, num_ranks, address))
             for rank in range(num_ranks)
         ]
 

@@ -8,12 +8,14 @@ Built-in and third-party plug-ins use the same entry point groups: `rlsys.algori
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, with_config
@@ -44,7 +46,7 @@ class PluginKind(Generic[P]):
     def installed(self) -> dict[str, list[EntryPoint]]:
         """Installed entry points by name; several under a name that more than one package defines."""
         by_name: dict[str, dict[str, EntryPoint]] = {}
-        for point in sorted(entry_points(group=f"rlsys.{self.name}s")):
+        for point in _entry_points(f"rlsys.{self.name}s", _search_path()):
             by_name.setdefault(point.name, {}).setdefault(point.value, point)
         return {name: [*points.values()] for name, points in by_name.items()}
 
@@ -172,6 +174,19 @@ def _undeclared(plugin: type[object]) -> Iterator[str]:
         for name, annotation in vars(base).get("__annotations__", {}).items():
             if name not in fields and "ClassVar" not in str(annotation):
                 yield name
+
+
+@lru_cache(maxsize=16)
+def _entry_points(group: str, search_path: tuple[tuple[Path, int], ...]) -> list[EntryPoint]:
+    """Sorted entry points of a group. A search reads a file of every installed package, so it is repeated only after a
+    change of `search_path`."""
+    return sorted(entry_points(group=group))
+
+
+def _search_path() -> tuple[tuple[Path, int], ...]:
+    """Folders in which packages are searched for, with the time of the last change of each."""
+    folders = (Path(folder).absolute() for folder in sys.path)
+    return tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists())
 
 
 def _package(point: EntryPoint) -> str:

@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.measure import raylets
-from tests.processes import run_module
+from tests.processes import forks_with_imports, run_module
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = {
@@ -81,8 +80,7 @@ def answer_of(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     Benchmarks are forked from a process that has imported what is slow to import, and share a cluster, unless they
     start one.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["examples.sort.prepare", "workers.rollout.rollout_pool", "workers.train.fsdp"])
+    context = forks_with_imports()
 
     with raylets(1, 8, 256 << 20) as cluster:
 

@@ -34,9 +34,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinedRanks]
     ranks.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinedRanks]:
-    """Four processes that have joined each other, for all tests of one file."""
+    """Four processes that have joined each other, for all tests."""
     ranks = JoinedRanks(tmp_path_factory.mktemp("rendezvous_of_four"), 4)
     yield ranks
     ranks.close()

@@ -53,7 +53,8 @@ ONE = MeshSection()
 class Job:
     model_path: str
     mesh: MeshSection = ONE
-    num_steps: int = 3
+    num_steps: int = 2
+    max_tokens: int = 40
     dtype: Literal["float32", "bfloat16"] = "float32"
     savings: MemorySavings = NO_SAVINGS
     lora: LoraSection | None = None
@@ -73,7 +74,7 @@ def do(job: Job, ranks: RankGroup) -> Outcome:
     metrics = []
     algorithm = Surrogate()
     for _ in range(job.num_steps):
-        plan, payloads = planned(backend.step, job.mesh.num_batches, algorithm, 2)
+        plan, payloads = planned(backend.step, job.mesh.num_batches, algorithm, 2, job.max_tokens)
         metrics.append(
             backend.train_step(
                 plan[arranged.batch],
@@ -104,7 +105,7 @@ def take(job: RandomStep, ranks: RankGroup) -> Outcome:
     ranks, algorithm = ranks.arranged(job.mesh), job.algorithm
     backend = FsdpBackend(job.model_path, SETTINGS, ranks, savings=job.savings)
     metrics = []
-    for step in range(3):
+    for step in range(2):
         rng = random.Random(f"{job.seed} {step}")
         payloads = [random_team(rng, 4) for _ in range(4)]
         groups = [group_of(i, payload) for i, payload in enumerate(payloads)]
@@ -175,7 +176,8 @@ def test_an_adapter_is_trained_in_other_layouts(mesh: MeshSection, model_path: s
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_every_family_is_split(family: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks, tmp_path: Path) -> None:
     path = save_model(tmp_path, tiny(family))
-    expected = do(Job(model_path=path, num_steps=2), RankGroup())
+    job = Job(model_path=path, num_steps=1, max_tokens=400)
+    expected = do(job, RankGroup())
     has_experts = family in ("gpt_oss", "mixtral", "qwen3_moe")
     meshes = [MeshSection(context=2)]
     if has_experts:
@@ -187,7 +189,7 @@ def test_every_family_is_split(family: str, two_ranks: JoinedRanks, four_ranks: 
         meshes += [MeshSection(shard=2, tensor=2, expert=2), MeshSection(replicate=2, shard=2, expert=2)]
         meshes += [MeshSection(context=2, tensor=2, expert=4), MeshSection(shard=2, context=2, expert=2)]
     for mesh in meshes:
-        told = (two_ranks if mesh.num_ranks == 2 else four_ranks)(do, Job(model_path=path, num_steps=2, mesh=mesh))
+        told = (two_ranks if mesh.num_ranks == 2 else four_ranks)(do, replace(job, mesh=mesh))
         assert_alike(told[0], expected)
 
 
@@ -285,7 +287,7 @@ def test_any_layout_of_random_trees_trains_as_one_rank_that_shares_nothing(
 def test_bfloat16_computes_alike_in_split_layers(
     family: str, mesh: MeshSection, savings: MemorySavings, four_ranks: JoinedRanks, tmp_path: Path
 ) -> None:
-    job = Job(model_path=save_model(tmp_path, tiny(family)), dtype="bfloat16", num_steps=2)
+    job = Job(model_path=save_model(tmp_path, tiny(family)), dtype="bfloat16", num_steps=1, max_tokens=400)
     weights, metrics = do(job, RankGroup())
     split, split_metrics = four_ranks(do, replace(job, mesh=mesh, savings=savings))[0]
     for name, weight in weights.items():

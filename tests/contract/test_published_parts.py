@@ -53,7 +53,7 @@ def published(job: Job, ranks: RankGroup) -> Published:
     arranged = ranks.arranged(job.mesh)
     backend = FsdpBackend(job.model_path, SETTINGS, arranged, dtype=job.dtype, savings=job.savings, lora=job.lora)
     algorithm = Surrogate()
-    plan, payloads = planned(0, job.mesh.num_batches, algorithm, 2)
+    plan, payloads = planned(0, job.mesh.num_batches, algorithm, max_tokens=1000)
     backend.train_step(plan[arranged.batch], data_of(payloads), algorithm, distribution=Distribution(1.0))
     layout = PartLayout(backend.published_rectangles(), bucket_bytes=4096)
     memory = np.zeros(layout.num_bytes, np.uint8)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ray
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that is right now and then, and its tasks."""
     folder = tmp_path_factory.mktemp("sorter")
-    prepare(folder, Recipe(steps=250, num_train=64, num_eval=8))
+    prepare(folder, Recipe(steps=250, batch_size=64, num_train=64, num_eval=8))
     return folder
 
 

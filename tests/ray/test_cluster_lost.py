@@ -70,8 +70,9 @@ def test_a_lost_cluster_is_named_and_the_run_resumes(
         wait_until(lambda: not left_of(command.pid))
     assert (ended.code, ended.stdout) == (1, ""), ended.stderr
     assert "[state-dump]" not in ended.stderr
-    (message,) = (line for line in ended.stderr.splitlines() if line.startswith("rlsys: "))
-    assert message.startswith(f"rlsys: the Ray cluster is lost: {says}")
+    messages = [line for line in ended.stderr.splitlines() if line.startswith("rlsys: ")]
+    assert len(messages) == 1, ended.stderr
+    assert messages[0].startswith(f"rlsys: the Ray cluster is lost: {says}")
     assert ended.stderr.splitlines()[-1] == f"step {job.saved} is saved; go on with run.resume=auto"
     rows = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
     (failed,) = (row for row in rows if row["kind"] == "worker_failed" and row["worker"] == "the cluster")

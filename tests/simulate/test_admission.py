@@ -62,7 +62,7 @@ def test_a_trainer_that_waits_for_slow_rollouts_keeps_all_permits(tmp_path: Path
     assert adapted == full and adapted.target == 4.0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_rollouts_of_any_length_lose_little_speed(tmp_path: Path, seed: int):
     """Heavy-tailed rollouts and steps: a permit that was saved may be missing later, until it is added again."""
     adapted, full = (

@@ -141,7 +141,7 @@ EVERYTHING = CurationSection(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 11))
 def test_synchronous_curation_does_not_depend_on_timing_or_interruption(seed, stop_at):
     def driver(folder: Path, number: int) -> tuple[Driver, Remembering]:
@@ -254,7 +254,7 @@ def test_successes_older_than_the_bound_are_used_where_the_loss_corrects_for_the
     assert oldest <= 1 < much_older <= 9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.sampled_from([1, 2, 4, 8]),

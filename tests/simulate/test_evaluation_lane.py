@@ -111,7 +111,7 @@ def is_step(number: int) -> Callable[[Event], bool]:
 # ------------------------------------------------------------------------------------------------- what is measured
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     every=st.integers(1, 4),
@@ -222,7 +222,7 @@ def test_a_stuck_evaluation_ends_the_run_and_is_named(tmp_path, version):
 # --------------------------------------------------------------------------------------------------------- faults
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     eval_faults=st.dictionaries(
         st.integers(0, 40), st.sampled_from([Fault.DIES, Fault.HANGS, Fault.WRONG_WEIGHTS]), max_size=4

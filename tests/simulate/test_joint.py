@@ -20,7 +20,7 @@ def worlds(**options: object) -> dict[str, FakeWorld]:
     return {name: FakeWorld(**options) for name in ("proposer", "solver")}  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_each_policy_trains_every_group_once_within_its_bound(seed: int):
     chance = random.Random(seed)

@@ -185,7 +185,7 @@ def test_settling_gets_the_metrics_of_the_previous_step(tmp_path):
         assert {"loss", "policy/entropy"} <= past.keys()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 8), max_staleness=st.sampled_from([0, 2]))
 def test_an_interrupted_run_settles_and_samples_like_a_whole_one(seed, stop_at, max_staleness):
     def session(folder: Path) -> tuple[FakeWorld, Remembering, Driver]:

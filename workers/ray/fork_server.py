@@ -4,8 +4,9 @@
 
 Importing torch and transformers takes a worker seconds of a processor, and all workers of a machine import the same. In
 a local cluster, Ray starts each worker by `workers.ray.fork_client`, which asks this server for a fork: it has the
-libraries already, and shares their memory. None of our modules is imported here, nor Ray, whose constants depend on the
-environment. A process with a GPU is never forked: CUDA does not survive it. Tests fork short programs, too.
+libraries already, and shares their memory. Ray is not imported here, because its constants depend on the environment,
+nor are our modules that import Ray. A process with a GPU is never forked: CUDA does not survive it. Tests fork short
+programs, too.
 
 LISTENER is the descriptor of a socket that listens. The server ends with its standard input, whose writer is the
 process that started the cluster. A forked worker ends with its client, which is the process that the raylet knows
@@ -33,8 +34,10 @@ PRELOADED = (
     "numpy", "pydantic", "safetensors.torch", "torch", "torch.distributed.fsdp", "torch.distributed.tensor",
     "transformers.modeling_utils", "transformers.integrations.sdpa_attention", "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_fast",
+    "google.protobuf.message", "jsonschema", "psutil", "requests", "yaml",
+    "rlsys.config", "rlsys.rewards", "rlsys.agents.session", "rlsys.loop.checkpoint", "rlsys.weight_sync.relay",
 )  # fmt: skip
-"""Modules of libraries that workers use; one that is not installed is left out."""
+"""Modules that workers use, or Ray in them; one that is not installed is left out."""
 FIRST = "RLSYS_FORKED"
 """First variable of the server's environment."""
 NUM_STREAMS = 3

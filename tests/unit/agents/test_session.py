@@ -663,7 +663,7 @@ def paced(play: Plays, budget: Budget, **delays: int) -> Session:
 DELAYS = st.fixed_dictionaries({name: st.integers(0, 9) for name in ("left", "right", "leaf of left", "0", "1", "2")})
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(DELAYS)
 def test_seeds_and_agent_order_do_not_depend_on_timing(delays: dict[str, int]):
     def said(**delays: int) -> tuple[Episode, list[tuple[str, int]]]:
@@ -697,7 +697,7 @@ async def crowd(session: Session) -> None:
         await lead.chat("all is spent")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(DELAYS, st.integers(1, 250))
 def test_concurrent_agents_spend_exactly_the_budget_at_any_speed(delays: dict[str, int], most: int):
     session = paced(crowd, Budget(max_episode_tokens=most), **delays)
@@ -952,7 +952,6 @@ def test_an_environment_that_lacks_a_part_says_which(method: str):
 ACTIONS = st.lists(st.sampled_from(["chat", "long", "fork", "rewrite", "system", "recite"]), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(ACTIONS)
 def test_every_generated_token_is_trained_once_and_in_order(actions: list[str]):
     spoken: dict[int, list[str]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlsys.agents.tool_calls import (
@@ -115,7 +115,6 @@ JSON = st.recursive(
 ARGUMENTS = st.dictionaries(st.text("abc", min_size=1, max_size=3), JSON, max_size=3)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.text("abc_", min_size=1, max_size=5), ARGUMENTS), max_size=4))
 def test_what_is_written_is_read_back(calls: list):
     wanted = tuple(ToolCall(name, arguments, f"c_{i}") for i, (name, arguments) in enumerate(calls))
@@ -127,7 +126,6 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(PIECES | st.text(max_size=5), max_size=12).map("".join))
 @example(OPEN * 3)
 @example(CLOSE + OPEN)

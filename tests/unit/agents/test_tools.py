@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
@@ -436,7 +436,6 @@ VALUES = (
 )
 
 
-@settings(deadline=None)
 @given(
     st.text(max_size=8) | st.just("search"), st.dictionaries(st.text(max_size=6) | st.just("query"), VALUES, max_size=3)
 )

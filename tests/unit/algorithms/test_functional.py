@@ -43,7 +43,7 @@ def test_rewards_are_centred_by_hand_numbers() -> None:
     assert normalised == pytest.approx([0.5 / (math.sqrt(1 / 3) + 1e-6) * sign for sign in (1, -1, -1, 1)])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.booleans())
 @example([682.8417088050353] * 3, False)
 def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: bool) -> None:
@@ -53,7 +53,7 @@ def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: boo
         assert values == [0.0] * len(rewards)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=10))
 def test_leave_one_out_subtracts_the_mean_of_the_other_rewards(rewards: list[float]) -> None:
     others = [sum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i in range(len(rewards))]
@@ -91,7 +91,6 @@ def test_a_number_that_is_not_finite_stays_in_its_sample(sums: Callable[[Tensor,
     assert torch.equal(found_N[~is_own_N], expected_N[~is_own_N])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_last_tokens_are_marked_and_sample_totals_have_gradients(lengths: list[int]) -> None:
     lengths_S, num = torch.tensor(lengths), sum(lengths)

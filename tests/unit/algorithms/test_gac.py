@@ -10,7 +10,7 @@ from math import sqrt
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -177,7 +177,6 @@ zero_or_sized = vectors.filter(lambda vector: not 0 < vector.double().norm() < 1
 """Below that the direction computed here is clamped, and is no reference."""
 
 
-@settings(deadline=None)
 @example(torch.tensor([0.0, 0.0, 0.0, 8.4e-45]), torch.tensor([0.0, 0.0, 0.0, 1.0]), 0.0, 1.0)
 @given(zero_or_sized, vectors, st.floats(0.0, 0.9), st.sampled_from([1e-6, 1.0, 1e6]))
 def test_projection_keeps_the_orthogonal_part_at_any_scale(
@@ -195,7 +194,6 @@ def test_projection_keeps_the_orthogonal_part_at_any_scale(
     assert abs(metrics["gac/cosine_after"]) <= abs(metrics["gac/cosine"]) + 1e-9
 
 
-@settings(deadline=None)
 @given(st.lists(vectors, min_size=1, max_size=6))
 def test_off_it_changes_nothing_and_measures_the_same(gradients: list[Tensor]) -> None:
     off, on = (started(replace(SKIPPING, enabled=is_on), {"w": torch.zeros(4)}) for is_on in (False, True))

@@ -162,7 +162,6 @@ SAMPLES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(SAMPLES, st.integers(0, 6), st.floats(0, 2))
 def test_splitting_a_batch_changes_no_gradient(samples: list[Sample], cut: int, z0: float) -> None:
     def gradient(part: list[Sample]) -> Tensor:
@@ -176,7 +175,6 @@ def test_splitting_a_batch_changes_no_gradient(samples: list[Sample], cut: int, 
     torch.testing.assert_close(split, gradient(samples))
 
 
-@settings(deadline=None)
 @given(SAMPLES, st.randoms(use_true_random=False))
 def test_the_order_of_samples_does_not_matter(samples: list[Sample], rng: random.Random) -> None:
     order = list(range(len(samples)))
@@ -235,7 +233,6 @@ def test_it_is_never_negative_and_hides_no_nan() -> None:
     assert math.isnan(KTO().step_statistics(inputs(samples, mismatches=[[math.nan], [1.0]]), Alone())["z0"])
 
 
-@settings(deadline=None)
 @given(SAMPLES, st.integers(0, 6))
 def test_ranks_agree_on_it_however_samples_are_spread(samples: list[Sample], cut: int) -> None:
     whole = KTO().step_statistics(inputs(samples), Alone())
@@ -283,7 +280,6 @@ def test_a_group_of_one_or_of_equal_rewards_teaches_too() -> None:
     assert KTO(group_size=1).has_signal(alike) and assigned(KTO(), episode(1.0)) == [(0, 0, 1.0)]
 
 
-@settings(deadline=None)
 @given(st.permutations(range(5)))
 def test_the_order_of_members_does_not_matter(order: list[int]) -> None:
     episodes = [episode(reward) for reward in (0.0, 1.0, 0.4, 0.6, 1.0)]
@@ -302,7 +298,6 @@ def step_of(num_desirable: int, num_undesirable: int) -> list[Group]:
 WEIGHTS = st.floats(0.1, 10)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), WEIGHTS, WEIGHTS)
 def test_both_labels_are_balanced_and_keep_the_total_weight(
     num_desirable: int, num_undesirable: int, desirable: float, undesirable: float
@@ -365,7 +360,7 @@ def shares_of(groups: list[Group], kto: KTO) -> dict[int, float]:
 TOKENS = st.lists(st.integers(1, 50), min_size=1, max_size=10)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), TOKENS), min_size=1, max_size=8))
 def test_a_trajectory_weighs_the_same_whatever_the_number_of_its_stages(
     trajectories: list[tuple[bool, list[int]]],

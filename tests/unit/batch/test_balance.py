@@ -15,7 +15,7 @@ def sums(sizes: list[int], parts: list[list[int]]) -> list[int]:
     return [sum(sizes[i] for i in part) for part in parts]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes=st.lists(st.integers(1, 1000), max_size=60), num_parts=st.integers(1, 9))
 def test_parts_partition_the_sizes_no_worse_than_greedy(sizes, num_parts):
     parts = balanced(sizes, num_parts)

@@ -437,7 +437,7 @@ def test_staleness_beyond_the_limit_of_the_algorithm_is_refused(tmp_path: Path):
     beta=st.floats(1e-9, 1e9),
 )
 @example(lr=1e-3, seed=0, name="run", address="next\x85line\u2028", beta=1.0)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_resolved_configuration_loads_back_as_the_same(
     tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int, name: str, address: str | None, beta: float
 ):

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import Config
@@ -197,7 +197,6 @@ COLUMN = st.sampled_from(NAMES)
 VALUE = st.text(min_size=1).filter(str.strip) | st.integers(-9, 9).map(str)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(COLUMN, VALUE, min_size=1), st.builds(Columns, prompt=COLUMN, answer=st.none() | COLUMN))
 def test_no_column_of_a_row_is_lost(row: dict[str, Any], columns: Columns):
     assert columns.prompt is not None

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -148,7 +148,6 @@ def test_a_prompt_that_the_template_refuses_is_a_data_error(tmp_path: Path):
         inspect_data(path, model=str(tmp_path / "nothing"))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1), st.randoms())
 def test_a_percentile_is_the_least_length_that_covers_its_share(lengths: list[int], random):
     found = Lengths.of("tokens", lengths)

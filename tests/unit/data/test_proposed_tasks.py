@@ -56,7 +56,7 @@ def test_a_known_task_is_ignored():
 actions = st.lists(st.integers(0, 6) | st.none(), max_size=40)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(before=actions, after=actions)
 def test_a_stream_resumed_from_its_state_equals_an_uninterrupted_one(before, after):
     def play(tasks: TaskMixture, script: list) -> list[str]:

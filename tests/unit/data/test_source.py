@@ -21,7 +21,7 @@ def drawn(source: TaskSource, num: int) -> list[str]:
     return [source.next().id for _ in range(num)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(0, 2**32), st.booleans(), st.integers(0, 120), st.integers(1, 60))
 def test_a_source_resumed_from_its_cursor_equals_an_uninterrupted_one(
     size: int, seed: int, shuffle: bool, before: int, after: int
@@ -33,7 +33,7 @@ def test_a_source_resumed_from_its_cursor_equals_an_uninterrupted_one(
     assert first + drawn(resumed, after) == drawn(TaskSource(tasks(size), seed, shuffle=shuffle), before + after)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(0, 2**32))
 def test_every_epoch_offers_every_task_once(size: int, seed: int) -> None:
     source = TaskSource(tasks(size), seed)

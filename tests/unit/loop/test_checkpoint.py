@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_previous_one(tmp_path, part
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_damage_is_passed_over_and_named(data):
     with TemporaryDirectory() as name:
         folder = Path(name)

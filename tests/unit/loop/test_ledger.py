@@ -91,7 +91,7 @@ def test_what_waits_to_be_issued_again_survives_a_second_interruption():
     assert [e.group_id for e in between.state().pending] == [0, 1, 2]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(["issue", "issue", "consume", "drop", "crash", "again"]), st.integers(0, 9)),

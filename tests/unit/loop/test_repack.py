@@ -6,7 +6,7 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.loop.repack import KV_MAX, Move, StepTimes, plan_repack
@@ -45,7 +45,6 @@ def plan(loads: list[ReplicaLoad], before: dict[str, float]) -> tuple[Move, ...]
     return plan_repack(loads, before, NEWEST, MAX_REQUESTS)
 
 
-@settings(deadline=None)
 @given(looks())
 def test_no_replica_gives_and_takes_and_none_gives_twice(look):
     moves = plan(*look)
@@ -54,7 +53,6 @@ def test_no_replica_gives_and_takes_and_none_gives_twice(look):
     assert len(set(sources)) == len(sources)
 
 
-@settings(deadline=None)
 @given(looks())
 def test_no_replica_gets_fuller_than_allowed(look):
     loads, _ = look
@@ -67,7 +65,6 @@ def test_no_replica_gets_fuller_than_allowed(look):
         assert stats[to].num_running + sum(s.num_running for s in guests) <= MAX_REQUESTS
 
 
-@settings(deadline=None)
 @given(looks())
 def test_only_emptying_replicas_of_one_old_version_take_part(look):
     loads, before = look
@@ -81,7 +78,6 @@ def test_only_emptying_replicas_of_one_old_version_take_part(look):
             assert not each.is_loading
 
 
-@settings(deadline=None)
 @given(looks())
 def test_every_move_empties_one_busy_replica(look):
     loads, _ = look
@@ -94,14 +90,12 @@ def test_every_move_empties_one_busy_replica(look):
     assert sum(n > 0 for n in after.values()) == busy_before - len(moves)
 
 
-@settings(deadline=None)
 @given(looks(), st.randoms(use_true_random=False))
 def test_the_plan_does_not_depend_on_replica_order(look, order: random.Random):
     loads, before = look
     assert plan(order.sample(loads, len(loads)), before) == plan(loads, before)
 
 
-@settings(deadline=None)
 @given(looks())
 def test_what_the_plan_leaves_apart_does_not_fit_together(look):
     loads, before = look

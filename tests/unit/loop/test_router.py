@@ -72,7 +72,7 @@ def test_a_replica_with_full_cache_and_waiting_requests_is_full(load: RouterLoad
     assert load.is_full == is_full
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(loads, st.integers(1, 20), st.none() | st.integers(0, 5))
 def test_dead_or_full_replicas_are_chosen_last(loads: list[RouterLoad], weight: int, home: int | None) -> None:
     assume(any(load.is_live for load in loads))
@@ -82,7 +82,7 @@ def test_dead_or_full_replicas_are_chosen_last(loads: list[RouterLoad], weight: 
         assert all(load.is_full for load in loads if load.is_live)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(weights, st.integers(1, 6))
 def test_without_sessions_loads_differ_by_the_largest_weight_at_most(sent: list[int], num_replicas: int) -> None:
     router = Router(num_replicas)
@@ -93,7 +93,7 @@ def test_without_sessions_loads_differ_by_the_largest_weight_at_most(sent: list[
     assert max(outstanding) - min(outstanding) <= max(sent)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=40), st.integers(1, 6))
 def test_sessions_overload_no_replica_beyond_the_factor(sent: list[tuple[int, int]], num_replicas: int) -> None:
     router = Router(num_replicas)
@@ -103,7 +103,7 @@ def test_sessions_overload_no_replica_beyond_the_factor(sent: list[tuple[int, in
     assert max(outstanding) <= OVERLOAD * (min(outstanding) + max(weight for weight, _ in sent))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), max_size=30), st.randoms(use_true_random=False))
 def test_every_release_is_undone_exactly(sent: list[tuple[int, int]], rng: random.Random) -> None:
     router = Router(3)
@@ -114,7 +114,7 @@ def test_every_release_is_undone_exactly(sent: list[tuple[int, int]], rng: rando
     assert [load.weight for load in router.loads] == [0, 0, 0]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 20))
 def test_while_loads_are_balanced_every_session_goes_back(num_replicas: int, rounds: int, weight: int) -> None:
     """One session per replica; each asks again only when it was answered."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.agents.workflow import Session, Workflow
@@ -36,7 +36,6 @@ def note(ids: Sequence[int], num_before: int, *, attempt: int = 1, seed: int = 7
 # --------------------------------------------------------------------------------------------------------- the pool
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=6))
 def test_notes_that_follow_each_other_make_the_whole(pieces: list[list[int]]):
     async def main() -> Mapping[int, Partial]:

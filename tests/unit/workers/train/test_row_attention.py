@@ -67,7 +67,7 @@ def check(
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=tolerance, atol=tolerance)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     samples=trees(),
     window=st.sampled_from([None, 1, 2, 5, 30]),
@@ -94,7 +94,7 @@ def test_long_runs_are_equal_too(
 
     samples = [
         Sample(prompt, ids(size), (True,) * size, (0.0,) * size, (VersionSpan(0, size),))
-        for prompt in (ids(200), ids(20), ids(21))
+        for prompt in (ids(200), ids(20))
         for size in (1, 7, 60, 150, 300)
     ]
     check(samples, window, dtype, tolerance, softcap=softcap, has_sinks=True)
@@ -117,7 +117,7 @@ def test_scores_with_a_soft_cap_are_computed_in_pieces() -> None:
         torch.testing.assert_close(share, x.grad, rtol=1e-3, atol=1e-4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from([None, 40, 200]))
 def test_a_mask_of_blocks_leaves_out_no_pair_and_fills_none_that_does_not_attend(seed: int, window: int | None) -> None:
     rng = random.Random(seed)

@@ -49,7 +49,7 @@ def packed(weights: Weights, bucket_bytes: int, num_ranks: int = 1) -> tuple[Man
     return Manifest(tuple(parts)), buckets
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=6, max_size=6),
