@@ -225,7 +225,8 @@ class PolicyGradient(Algorithm):
         """True if surrogate and corrections are the whole loss, advantages are final, and nothing is measured over all
         tokens. Metrics per token then leave out the samples without an advantage."""
         own = type(self)
-        is_whole = own.loss is PolicyGradient.loss and own.token_advantages is Algorithm.token_advantages
+        has_own_terms = own.loss is not PolicyGradient.loss or own.kl is not PolicyGradient.kl
+        is_whole = not has_own_terms and own.token_advantages is Algorithm.token_advantages
         return is_whole and self.kl_coef == 0 and not (self.whitens or self.has_step_statistics)
 
     def credits(

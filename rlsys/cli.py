@@ -348,8 +348,13 @@ def show(job: Job) -> None:
     """Print every key with its value, as in `config.resolved.yaml`."""
     config = _load(job)
     from rlsys import launch
+    from rlsys.errors import ModelError
 
-    _say(launch.with_device_defaults(config).to_yaml().removesuffix("\n"))
+    try:
+        config = launch.with_device_defaults(config)
+    except ModelError as error:
+        typer.echo(f"model.dtype, rollout.slots and train.micro_batch_tokens follow from the model: {error}", err=True)
+    _say(config.to_yaml().removesuffix("\n"))
 
 
 @config_app.command()

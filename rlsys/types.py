@@ -316,9 +316,13 @@ class TrajectoryMeta:
     num_turns: int = 0
     """Its turns, also those without output."""
 
-    @cached_property
+    @property
     def num_trained(self) -> int:
         """Tokens that carry gradient."""
+        return self._num_trained
+
+    @cached_property
+    def _num_trained(self) -> int:
         return sum(sample.num_trained for sample in self.samples)
 
 
@@ -422,6 +426,10 @@ class Group:
     def everyone(self) -> Sequence[tuple[tuple[int, int], TrajectoryMeta]]:
         """Return the same for all policies: an agent may be compared with another policy's, which may be its root."""
         return self._everyone
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is computed."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @cached_property
     def _own(self) -> Sequence[tuple[tuple[int, int], TrajectoryMeta]]:

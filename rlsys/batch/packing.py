@@ -91,8 +91,8 @@ def plan_batch(
     bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equal cost (`balanced`), where attention
     of one token to one other costs `pair_cost` times as much as the rest of the model for a token. Each rank then fills
     micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when every sample
-    follows its partner's prompt. Samples without a trained token are left out. With `skips_zeros` also those whose
-    advantages are 0, one of each update excepted if all are; they count in the weights of the others.
+    follows its partner's prompt. Samples without a trained token are left out. With `skips_zeros`, those whose
+    advantages are 0 are left out too, and count in the weights of the others; if an update has no others, one stays.
     Raises `ValueError` if nothing is left, or for more updates than groups.
     """
     if num_updates > len(groups):

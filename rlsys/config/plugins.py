@@ -185,8 +185,11 @@ def _entry_points(group: str, search_path: tuple[tuple[Path, int], ...]) -> list
 
 def _search_path() -> tuple[tuple[Path, int], ...]:
     """Folders in which packages are searched for, with the time of the last change of each."""
-    folders = (Path(folder).absolute() for folder in sys.path)
-    return tuple((folder, folder.stat().st_mtime_ns) for folder in folders if folder.exists())
+    found: list[tuple[Path, int]] = []
+    for folder in (Path(each).absolute() for each in sys.path):
+        with suppress(OSError):  # such a folder has no packages for the search either
+            found.append((folder, folder.stat().st_mtime_ns))
+    return tuple(found)
 
 
 def _package(point: EntryPoint) -> str:

@@ -157,6 +157,8 @@ def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask) 
             finish=turn.finish,
             tool_calls=calls,
         )
+    if turn.output_ids and assigned == 0 and not reading.trainer_logprobs:  # it went through no model
+        mask = "left_out"
     is_trained = mask == "trained"
     ratios = [_ratio(p, q) for p, q in zip(reading.trainer_logprobs, turn.logprobs, strict=False)]
     same = [assigned] * len(reading.pieces) if assigned is not None else []

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlsys.algorithm import Signal
 from rlsys.config import Config
 from rlsys.config.loader import tree_in
 from rlsys.config.schema import ON_CPU_SLOTS
 from rlsys.config.server_section import ServerSection
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers
+from rlsys.launch.preflight import check_architectures
 from rlsys.loop.checkpoint import CONFIG
 
 MOST_SLOTS = 256
@@ -29,14 +31,20 @@ def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Confi
 
     `gpu_memory` is that of each GPU, in bytes; None: that of this machine's. Where it is not known, where the model is
     not here, and for several policies, the values are those of CPUs. Raises `ModelError` for a model that is neither a
-    folder nor on the hub.
+    folder nor on the hub, or of a kind that cannot be trained.
     """
     has_gpus = bool(config.train.num_gpus or config.rollout.num_gpus)
     if has_gpus and not config.policies and _missing(config) and _has_model(config):
         config = _with(config, _recorded(config))
         if missing := _missing(config):
+            check_architectures(config)
             config = _with(config, _of_gpus(config, missing, gpu_memory))
-    return _with(config, {key: getattr(config, key) for key in _SECTIONS})
+    return as_in(config, config)
+
+
+def as_in(other: Config, config: Config) -> Config:
+    """Fill in these keys as in another configuration."""
+    return _with(config, {key: getattr(other, key) for key in _SECTIONS})
 
 
 def _has_model(config: Config) -> bool:
@@ -81,8 +89,10 @@ def _of_gpus(config: Config, missing: set[str], gpu_memory: int | None) -> dict[
     counted = _with(config, {"micro_batch_tokens": longest})  # counts are exact at these positions
     workers, settings = PlannedWorkers(counted, memory or 0), MemorySettings.of(config)
     found: dict[str, Any] = {}
-    is_all_on_gpus = train.num_gpus and (rollout.num_gpus or isinstance(rollout.engine, ServerSection))
-    if "dtype" in missing and is_all_on_gpus and workers.is_stored_in_bfloat16:
+    on_gpus = [train.num_gpus, rollout.num_gpus or isinstance(rollout.engine, ServerSection)]
+    on_gpus += [config.reference.num_gpus] if config.has_reference else []
+    on_gpus += [config.critic.num_gpus] if Signal.VALUES in config.algorithm.signals else []
+    if "dtype" in missing and all(on_gpus) and workers.is_stored_in_bfloat16:
         found["dtype"] = "bfloat16"
         settings = replace(settings, dtype="bfloat16")
     if memory is not None and "micro_batch_tokens" in missing and train.num_gpus:
@@ -94,12 +104,10 @@ def _of_gpus(config: Config, missing: set[str], gpu_memory: int | None) -> dict[
 
 
 def _most_tokens(workers: PlannedWorkers, settings: MemorySettings, longest: int) -> int:
-    """Most tokens, a power of two, with which ranks and reference fit; the fewest that hold one sample if none do."""
-    least = 1 << (longest - 1).bit_length()
-    most = max(MOST_MICRO_BATCH_TOKENS, least)
-    choices = [2**n for n in range(most.bit_length() - 1, least.bit_length() - 2, -1)]
+    """Most tokens with which ranks and reference fit: a power of two, or else those of the longest sample."""
+    choices = [2**n for n in range(MOST_MICRO_BATCH_TOKENS.bit_length() - 1, -1, -1) if 2**n > longest]
     fits = (n for n in choices if all(w.fits for w in workers.training(replace(settings, micro_batch_tokens=n))))
-    return next(fits, least)
+    return next(fits, longest)
 
 
 def _most_slots(workers: PlannedWorkers, settings: MemorySettings) -> int:

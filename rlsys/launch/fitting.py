@@ -153,10 +153,11 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
 
     own = memory_of_gpu() if memory is None else None
     planned = Gpus(gpus or ceil(reserved), memory or own or USUAL_GPU, is_assumed=not (memory or own))
+    for each in config.trained.values() or [config]:
+        check_architectures(each)
     given, config = config, with_device_defaults(config, planned.memory)
     for each in config.trained.values() or [config]:
         check_rows(each)
-        check_architectures(each)
     workers, settings = PlannedWorkers(config, planned.memory), MemorySettings.of(config)
     found = (*workers.training(settings), *workers.sampling(settings))
     published = PublishedBytes.of(config, workers.published_bytes(settings))

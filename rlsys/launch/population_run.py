@@ -24,7 +24,7 @@ from rlsys.config.population_file import PopulationFile, with_values
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError, Interrupted, RlsysError
 from rlsys.launch import preflight
-from rlsys.launch.device_defaults import with_device_defaults
+from rlsys.launch.device_defaults import as_in, with_device_defaults
 from rlsys.launch.run_lock import locked
 from rlsys.launch.train_run import Stops, TrainingJob, TrainResult, check_trackers
 from rlsys.loop.population import Meeting, Population, Range, Switch
@@ -83,7 +83,7 @@ def run_population(path: Path, overrides: Sequence[str] = ()) -> PopulationResul
     began = time.monotonic()
     settings = load(PopulationFile, [path], [])
     preflight.prepare_imports()
-    base = with_device_defaults(preflight.with_steps(preflight.rooted(Config.load(settings.config, overrides))))
+    base = preflight.with_steps(preflight.rooted(Config.load(settings.config, overrides)))
     if base.policies:
         raise ConfigError("policies: a population has runs of one policy")
     population = _population_of(settings, base.run_dir)
@@ -93,6 +93,8 @@ def run_population(path: Path, overrides: Sequence[str] = ()) -> PopulationResul
         raise ConfigError(f"run.folder: cannot write to {base.run_dir}: {error.strerror}") from error
     population.recall()
     configs = [_member(base, population, settings, number) for number in range(settings.members)]
+    first = with_device_defaults(configs[0])  # or what its run has recorded
+    configs = [as_in(first, config) for config in configs]
     for config in configs:
         preflight.check_run_dir(config)
         check_trackers(config)

@@ -44,7 +44,7 @@ readings, and one advantage per trajectory."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
     """Statistics of one turn. A list has one entry per output token, or is empty. An untrained turn has only `said` and
-    `pieces`: its trajectory failed, has no advantage, or belongs to another policy."""
+    `pieces`: its trajectory failed, has no advantage or one of 0, or belongs to another policy."""
 
     said: str = ""
     """New part of the prompt, decoded, with special tokens. It is the whole prompt in the first turn, and after the

@@ -11,7 +11,9 @@ def deviation(values: Collection[float], *, is_sample: bool = True) -> float:
 
     It is exactly 0 for equal values, and the same to the bit in any order. A sample has two values or more.
     """
-    least = min(values)
-    above = [value - least for value in values]
-    mean = fsum(above) / len(above)
-    return sqrt(fsum((each - mean) ** 2 for each in above) / (len(above) - is_sample))
+    least, most = min(values), max(values)
+    if least == most:
+        return 0.0
+    shares = [(value - least) / (most - least) for value in values]
+    mean = fsum(shares) / len(shares)
+    return (most - least) * sqrt(fsum((each - mean) ** 2 for each in shares) / (len(shares) - is_sample))

@@ -447,9 +447,13 @@ async def answer_in_chunks(
             if waiting:
                 others, waiting = await asyncio.wait(waiting, timeout=GATHER_S)
                 ready |= others
-            outcomes = [(indices[task], *_outcome(task)) for task in sorted(ready, key=indices.__getitem__)]
-            yield tuple(payload for _, _, payload in outcomes)
-            yield [(index, answer) for index, answer, _ in outcomes]
+            ended = sorted(ready, key=indices.__getitem__)
+            broken = [task for task in ended if not isinstance(task.exception(), RlsysError | None)]
+            if outcomes := [(indices[task], *_outcome(task)) for task in ended if task not in broken]:
+                yield tuple(payload for _, _, payload in outcomes)
+                yield [(index, answer) for index, answer, _ in outcomes]
+            for task in broken:
+                task.result()
     finally:
         for task in waiting:
             task.cancel()

@@ -252,6 +252,7 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
         max_tokens=1,  # one sample per micro-batch
         num_updates=failed.num_updates,
         version=failed.version,
+        skips_zeros=algorithm.skips_zero_advantages,
     )[0]
     is_critic = failed.model == "critic"
     critic = _critic(config, folder, device) if Signal.VALUES in failed.signals else None

@@ -184,10 +184,13 @@ class ActorRank(Rank):
     """Rank `rank` of `spec.mesh`, each in its own process."""
 
     def __init__(self, rank: int, spec: ActorSpec, route: Route, address: str) -> None:
-        """Join the other ranks at `address` and load the model. Raises `ModelError`."""
+        """Join the other ranks at `address` and load the model. Raises `ModelError`, or `ConfigError` for an algorithm
+        whose loss contradicts its `skips_zero_advantages`."""
         from workers.train.fsdp import FsdpBackend
         from workers.train.rank_group import RankGroup
+        from workers.train.step_data import check_skipped
 
+        check_skipped(spec.algorithm)
         self._rank, self._spec, self._publisher = rank, spec, WeightPublisher(route)
         device = spec.resources.claim()
         ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)

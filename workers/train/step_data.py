@@ -15,6 +15,7 @@ from torch import Tensor
 from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
 from rlsys.batch.packing import MicroBatchPlan, RankPlan, SampleRef
 from rlsys.batch.tensors import MicroBatch, StepData
+from rlsys.errors import ConfigError
 from rlsys.types import PolicyVersion
 from workers.train.rank_group import RankGroup
 
@@ -108,6 +109,31 @@ def mismatched(
     """
     pairs = data.mismatched(plan, partners)
     return torch.zeros(data.num_trained(plan), device=device) if pairs is None else score(pairs.to(device))
+
+
+def check_skipped(algorithm: Algorithm) -> None:
+    """Raise `ConfigError` if the loss of tokens without an advantage has a gradient, and they are to be skipped."""
+    if not algorithm.skips_zero_advantages:
+        return
+    lengths_S, random = torch.tensor([3, 5]), torch.Generator().manual_seed(0)
+    logprobs_N = (-3 * torch.rand(8, generator=random)).requires_grad_()
+
+    def near() -> Tensor:
+        return logprobs_N.detach() - torch.rand(8, generator=random)
+
+    batch = LossInputs(
+        behavior_logprobs_N=near(),
+        proximal_logprobs_N=near(),
+        advantages_N=torch.zeros(8),
+        staleness_N=torch.arange(8) % 3,
+        lengths_S=lengths_S,
+        columns_N={signal: near() for signal in algorithm.signals},
+    )
+    if torch.autograd.grad(algorithm.loss(logprobs_N, batch).loss_N.sum(), logprobs_N)[0].any():
+        raise ConfigError(
+            f"{type(algorithm).__name__}: its loss has a gradient where advantages are 0, and such samples would be "
+            "skipped: override `skips_zero_advantages` to return False"
+        )
 
 
 def joined(parts: Sequence[Part]) -> LossInputs:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algorithms.corrections import Geometric, OffPolicyMask, SequenceTis, Tis
+from algorithms.corrections import Geometric, OffPolicyMask, Policies, SequenceTis, Tis
 from algorithms.grpo import GRPO
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from algorithms.ppo import PPO
@@ -28,6 +28,7 @@ from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, SampleMeta, TrajectoryMeta, VersionSpan, failed
 from tests.groups import group
 from tests.tokens import F64, OneRank, column
+from workers.train.step_data import check_skipped
 
 DEFAULTS: dict[str, Algorithm] = {name: ALGORITHMS.find(name)() for name in ALGORITHMS.installed()}
 FAMILY = {name: algorithm for name, algorithm in DEFAULTS.items() if isinstance(algorithm, PolicyGradient)}
@@ -277,7 +278,26 @@ def test_nothing_is_skipped_where_zero_advantages_are_trained_or_measured() -> N
             own = super().loss(logprobs_N, batch)
             return replace(own, loss_N=own.loss_N + 0.01 * logprobs_N)
 
+    @dataclass(frozen=True, kw_only=True)
+    class WithOwnKl(GRPO):
+        def kl(self, policies: Policies) -> LossOutput:
+            return LossOutput(0.01 * policies.current_N)
+
     assert not WithEntropyBonus().skips_zero_advantages
+    assert not WithOwnKl().skips_zero_advantages
+
+
+def test_a_loss_that_contradicts_the_skipping_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class WithTerm(GRPO):
+        def surrogate(self, policies: Policies) -> LossOutput:
+            own = super().surrogate(policies)
+            return replace(own, loss_N=own.loss_N + 0.01 * policies.current_N)
+
+    for algorithm in VARIANTS.values():
+        check_skipped(algorithm)
+    with pytest.raises(ConfigError, match="WithTerm: its loss has a gradient where advantages are 0"):
+        check_skipped(WithTerm())
 
 
 @every

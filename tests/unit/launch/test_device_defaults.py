@@ -52,6 +52,9 @@ def test_keys_that_are_set_stay(model: Path):
 def test_a_model_stored_in_bfloat16_computes_in_it_if_all_its_workers_have_gpus(model: Path):
     assert filled(model, 80 * GB, *ON_GPUS)[0] == "model.dtype=bfloat16"
     assert filled(model, 80 * GB, *ON_GPUS, "rollout.num_gpus=0")[0] == "model.dtype=float32"
+    assert filled(model, 80 * GB, *ON_GPUS, "algorithm.kl_coef=.1")[0] == "model.dtype=float32", "of the reference"
+    assert filled(model, 80 * GB, *ON_GPUS, "algorithm.kl_coef=.1", "reference.num_gpus=1")[0] == "model.dtype=bfloat16"
+    assert filled(model, 80 * GB, *ON_GPUS, "algorithm.type=ppo")[0] == "model.dtype=float32", "of the critic"
     assert filled(PLANNED / "qwen2.5-0.5b", 80 * GB, *ON_GPUS)[0] == "model.dtype=float32"  # says no type
 
 
@@ -84,7 +87,7 @@ def test_more_memory_never_gives_fewer_slots_or_tokens(model: Path):
 
 def test_a_row_has_room_for_the_longest_sample(model: Path):
     config = with_device_defaults(config_of(model, *ON_GPUS, "rollout.max_new_tokens=60000"), 80 * GB)
-    assert config.micro_batch_tokens == 2**16
+    assert config.micro_batch_tokens == config.max_context_tokens > 2**15
 
 
 def test_replicas_alone_on_gpus_change_only_their_slots(model: Path):

@@ -22,5 +22,6 @@ def test_it_is_that_of_the_standard_library_in_any_order(values: list[float], sh
     assert deviation(random.Random(seed).sample(shifted, len(shifted))) == deviation(shifted)
 
 
-def test_equal_values_deviate_by_exactly_nothing() -> None:
+def test_equal_values_deviate_by_exactly_nothing_and_huge_ones_overflow_nothing() -> None:
+    assert deviation([0.0, 1e200]) == pytest.approx(stdev([0.0, 1e200]), rel=1e-9)
     assert deviation([0.1] * 7) == deviation([0.1] * 7, is_sample=False) == 0.0
