@@ -36,7 +36,7 @@ with-ray:
 	$(PY) -m pytest -m ray
 
 without-ray:
-	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not ray"
+	$(PY) -m pytest -m "not ray"
 
 lint:
 	$(VENV)/bin/ruff check .
