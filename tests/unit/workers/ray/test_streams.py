@@ -68,3 +68,18 @@ def test_answers_that_end_together_are_one_chunk_and_late_ones_keep_none_waiting
         assert [chunk async for chunk in chunks] == [("payload 3",), [(3, 30)]]
 
     run_virtual(scenario())
+
+
+def test_an_answer_is_not_lost_to_an_error_of_another_request():
+    async def scenario() -> None:
+        async def work(request: int) -> tuple[int, str]:
+            if request:
+                raise ValueError("a bug")
+            return 7, "payload"
+
+        chunks = answer_in_chunks(range(2), work)
+        assert [await anext(chunks), await anext(chunks)] == [("payload",), [(0, 7)]]
+        with pytest.raises(ValueError, match="a bug"):
+            await anext(chunks)
+
+    run_virtual(scenario())
