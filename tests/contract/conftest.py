@@ -26,17 +26,18 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("qwen3"), tiny_qwen3())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinedRanks]:
-    """Two processes that have joined each other, for all tests."""
+    """Two processes that have joined each other, for all tests of a file: each group of ranks has threads that poll as
+    long as its processes live."""
     ranks = JoinedRanks(tmp_path_factory.mktemp("rendezvous"))
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinedRanks]:
-    """Four processes that have joined each other, for all tests."""
+    """Four processes that have joined each other, for all tests of a file."""
     ranks = JoinedRanks(tmp_path_factory.mktemp("rendezvous_of_four"), 4)
     yield ranks
     ranks.close()
