@@ -413,6 +413,7 @@ def _generator_spec(
         vllm_args=share_of_memory | rollout.vllm_args,
         lora=None if pulls == "never" else config.train.lora,
         records_routing=is_trained and config.train.routing_replay,
+        keeps_replies=not rollout.workflow.speaks_once,
     )
     servers: tuple[ServerSpec, ...] = ()
     if isinstance(section := rollout.engine, ServerSection):

@@ -54,6 +54,8 @@ class Workflow(Budget):
     """Default of `algorithm.over` in a configuration with this workflow, for an algorithm that averages over tokens."""
     opens_with_prompt: ClassVar[bool] = False
     """True if the first prompt of an agent is that of the task. Then the prompts are checked before a run starts."""
+    speaks_once: ClassVar[bool] = False
+    """True if no agent speaks twice. Then engines keep nothing of a reply for a prompt that goes on from it."""
 
     async def run(self, session: Session) -> None:
         """Play one episode: create agents, chat.
@@ -116,6 +118,7 @@ class SingleTurn(Workflow):
     """One agent, one reply to the task's prompt. The tools of the task are on offer; calls in the reply are not run."""
 
     opens_with_prompt = True
+    speaks_once = True
 
     async def run(self, session: Session) -> None:
         await session.agent(POLICY).chat(session.task.prompt, tools=session.task.tools)

@@ -64,17 +64,6 @@ class Sample:
 
         return np.concatenate([self.prompt_ids, self.completion_ids[:-1]], dtype=np.int64)
 
-    def meta(self, order: int, num_shared: int) -> SampleMeta:
-        """Metadata, given the sample's place in the order of tokens, see `token_order`."""
-        return SampleMeta(
-            num_prompt=len(self.prompt_ids),
-            num_completion=len(self.completion_ids),
-            num_trained=self.num_trained,
-            prompt_key=hash(self.prompt_ids),
-            order=order,
-            num_shared=num_shared,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
@@ -89,23 +78,33 @@ class PlacedTurn:
 
 def placed(trajectory: Trajectory) -> Iterator[PlacedTurn]:
     """Yield every turn of a trajectory, in order."""
-    sample, seen = -1, IntArray()
+    sample, last = -1, None
     for turn in trajectory.turns:
-        extends = sample >= 0 and turn.prompt_ids[: len(seen)] == seen
-        num_known = len(seen) if extends else 0
+        num_known = _num_run(last) + 1 if last is not None and _goes_on(turn.prompt_ids, last) else 0
         if turn.output_ids:
-            sample += not extends
-            seen = IntArray.joined(turn.prompt_ids, turn.output_ids)
+            sample += not num_known
+            last = turn
         yield PlacedTurn(turn, sample, num_known)
+
+
+def _goes_on(prompt_ids: Sequence[int], turn: Turn) -> bool:
+    """True if a prompt starts with the tokens of a turn."""
+    start, end = len(turn.prompt_ids), _num_run(turn) + 1
+    return prompt_ids[:start] == turn.prompt_ids and prompt_ids[start:end] == turn.output_ids
+
+
+def _runs(trajectory: Trajectory) -> Iterator[list[tuple[int, Turn]]]:
+    """Yield the turns of each sample, with their index in the trajectory; a turn without output is of none."""
+    spoken = ((index, one) for index, one in enumerate(placed(trajectory)) if one.turn.output_ids)
+    for _, run in groupby(spoken, key=lambda pair: pair[1].sample):
+        yield [(index, one.turn) for index, one in run]
 
 
 def samples_of(trajectory: Trajectory) -> Iterator[Sample]:
     """Yield the samples of one trajectory, in order. A turn without output gives none."""
-    spoken = ((index, one) for index, one in enumerate(placed(trajectory)) if one.turn.output_ids)
-    for _, run in groupby(spoken, key=lambda pair: pair[1].sample):
-        turns = [(index, one.turn) for index, one in run]
-        spans = tuple((index, len(turn.output_ids)) for index, turn in turns)
-        yield _joined([turn for _, turn in turns], spans)
+    for run in _runs(trajectory):
+        spans = tuple((index, len(turn.output_ids)) for index, turn in run)
+        yield _joined([turn for _, turn in run], spans)
 
 
 def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, int], Sample]]:
@@ -178,11 +177,29 @@ def _num_run(turn: Turn) -> int:
 
 
 def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
-    """Return the metadata of each episode of a group."""
-    found = list(samples_in(episodes))
+    """Return the metadata of each episode of a group. No sample is built for it."""
+    import numpy as np
+
+    found = [
+        ((e, t), [turn for _, turn in run])
+        for e, episode in enumerate(episodes)
+        for t, trajectory in enumerate(episode.trajectories)
+        for run in _runs(trajectory)
+    ]
+    last_turns = (turns[-1] for _, turns in found)
+    ids = [np.concatenate([turn.prompt_ids, turn.output_ids[:-1]], dtype=np.int64) for turn in last_turns]
     metas: dict[tuple[int, int], list[SampleMeta]] = {}
-    for ((e, t, _), sample), place in zip(found, token_order([sample.run_ids for _, sample in found]), strict=True):
-        metas.setdefault((e, t), []).append(sample.meta(*place))
+    for (place, turns), run_ids, (order, num_shared) in zip(found, ids, token_order(ids), strict=True):
+        prompt_ids = turns[0].prompt_ids
+        meta = SampleMeta(
+            num_prompt=len(prompt_ids),
+            num_completion=len(run_ids) + 1 - len(prompt_ids),
+            num_trained=sum(len(turn.output_ids) for turn in turns),
+            prompt_key=hash(prompt_ids),
+            order=order,
+            num_shared=num_shared,
+        )
+        metas.setdefault(place, []).append(meta)
     return tuple(
         EpisodeMeta(
             tuple(

@@ -37,9 +37,13 @@ LOOP = asyncio.new_event_loop()
 class Bench:
     """A decoder with two versions of its weights."""
 
-    def __init__(self, make: Callable[..., PreTrainedModel], num_slots: int = 12) -> None:
+    def __init__(
+        self, make: Callable[..., PreTrainedModel], num_slots: int = 12, *, keeps_replies: bool = True
+    ) -> None:
         model = make()
-        self.decoder = Decoder(model, num_slots=num_slots, max_context=160, stop_token_ids={5})
+        self.decoder = Decoder(
+            model, num_slots=num_slots, max_context=160, stop_token_ids={5}, keeps_replies=keeps_replies
+        )
         self.decoder.warm_up()
         self.residents = Residents(model, 0)
         self.residents.add(1, self.residents.lay_out(dict(make(seed=1).named_parameters())))
@@ -162,6 +166,13 @@ def test_prefixes_of_other_weights_are_not_used(bench: Bench) -> None:
     fresh = talk(bench, turns, 1, [], forgets=True)
     talk(bench, turns, 0, [], forgets=False)
     assert talk(bench, turns, 1, [], forgets=False) == fresh
+
+
+def test_a_decoder_that_keeps_no_replies_computes_the_same_tokens_anew() -> None:
+    turns = [(PROMPTS[2], Sampling(max_new_tokens=9), seed) for seed in range(3)]
+    keeping, forgetful = Bench(llama), Bench(llama, keeps_replies=False)
+    assert talk(forgetful, turns, 0, [], forgets=False) == talk(keeping, turns, 0, [], forgets=False)
+    assert forgetful.decoder.num_cached == 0 < keeping.decoder.num_cached
 
 
 @pytest.mark.parametrize("make", [llama, gemma])

@@ -57,9 +57,10 @@ class Decoder:
         stop_token_ids: Collection[int],
         stop_texts: StopTexts = NO_STOP_TEXTS,
         records_routing: bool = False,
+        keeps_replies: bool = True,
     ) -> None:
         self._recorder = RoutingRecorder(model) if records_routing else None
-        self.num_slots, self.max_context = num_slots, max_context
+        self.num_slots, self.max_context, self._keeps_replies = num_slots, max_context, keeps_replies
         self.num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         self.num_tokens = self.num_computed = self.num_cached = 0
         """Tokens sampled, tokens that were computed for that, and prompt tokens found in the store of prefixes."""
@@ -248,7 +249,7 @@ class Decoder:
             )
             ended = "stop" if is_stopped else "length"
             cache = self._cache.keep(slot, job.version, self._context(slot)) if keep_cache else None
-            if not is_aborted:
+            if self._keeps_replies and not is_aborted:
                 self._store_prefix(slot)
             done.append((job, job.completion("abort" if is_aborted else ended, cache)))
         self._close_ranks(frozenset(slots))

@@ -153,6 +153,8 @@ class EngineSpec:
     """Further arguments of vLLM."""
     records_routing: bool = False
     """Return which experts were chosen, see `Turn.routing`. Not supported by vLLM on a CPU."""
+    keeps_replies: bool = True
+    """Keep keys and values of replies for prompts that go on from them. vLLM always does."""
     lora: LoraSection | None = None
     """The adapter that `load` takes, on the frozen model of `model_path`; None: `load` takes all weights."""
 

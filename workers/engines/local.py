@@ -58,6 +58,7 @@ class LocalEngine(SteppingEngine):
             stop_token_ids=stop_token_ids,
             stop_texts=texts,
             records_routing=spec.records_routing,
+            keeps_replies=spec.keeps_replies,
         )
         num_vocab = self._decoder.num_vocab
         super().__init__(

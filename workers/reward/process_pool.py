@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +21,8 @@ from rlsys.errors import RlsysError
 _SPAWN = multiprocessing.get_context("spawn")
 
 T = TypeVar("T")
+LOOKS = 20
+"""Looks at the running calls within a deadline: a late one is noticed at most one look later."""
 
 
 class ProcessEnded(RlsysError):
@@ -49,10 +52,17 @@ class CallPool(Generic[T]):
         self._members = [_CallProcess(function, set_up, given) for _ in range(num)]
         self._idle = list(self._members)
         self._places = asyncio.Semaphore(num)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._closed = timeout_s, threading.Event()
         self._threads = ThreadPoolExecutor(num, thread_name_prefix="reward-call")
         """Threads that start the processes, which end with the thread that started them."""
+        threading.Thread(target=self._watch, name="reward-deadlines", daemon=True).start()
         atexit.register(self._kill)
+
+    def _watch(self) -> None:
+        """Kill every process whose call is late. Waits between two looks; unblocked for good by `close`."""
+        while not self._closed.wait(self._timeout_s / LOOKS):
+            for member in self._members:
+                member.expire()
 
     async def call(self, *arguments: object) -> T:
         """Run the function in a process.
@@ -83,6 +93,7 @@ class CallPool(Generic[T]):
     def close(self) -> None:
         """End every process at once; running calls raise `PoolBroken`. Idempotent."""
         atexit.unregister(self._kill)
+        self._closed.set()
         self._kill()
         self._threads.shutdown()
         for member in self._members:
@@ -114,22 +125,17 @@ class _CallProcess(Generic[T]):
         self._arguments = function, set_up, given
         self._running: _StartedProcess | None = None
         self._is_closed = False
+        self._due_s: float | None = None
+        """Deadline of the running call, on the monotonic clock; None between calls, and for a late one."""
         self._lock = threading.Lock()
-        """Held while `_running` changes, never during a call."""
+        """Held while `_running` or `_due_s` changes, never during a call."""
 
     def call(self, arguments: tuple[object, ...], timeout_s: float) -> T:
         if self._running is not None and wait([self._running.ended], 0):
             self._discard(self._running)  # it ended between two calls, which is no fault of this one
-        running, is_late = self._running or self._start(), threading.Event()
-
-        def expire() -> None:
-            if not wait([running.ended], 0):
-                is_late.set()
-                running.process.kill()
-
-        deadline = threading.Timer(timeout_s, expire)
-        deadline.start()
+        running = self._running or self._start()
         answers: list[T] = []
+        self._due_s = time.monotonic() + timeout_s
         try:
             running.connection.send(arguments)
             wait([running.connection, running.ended])
@@ -138,13 +144,22 @@ class _CallProcess(Generic[T]):
         except (OSError, EOFError):
             pass  # it ended while it wrote or read
         finally:
-            deadline.cancel()
-            deadline.join()
-        if is_late.is_set() or not answers:
+            with self._lock:
+                is_late, self._due_s = self._due_s is None, None
+        if is_late or not answers:
             code = self._discard(running)
             if not answers:
-                raise TimeoutError if is_late.is_set() else ProcessEnded(code)
+                raise TimeoutError if is_late else ProcessEnded(code)
         return answers[0]
+
+    def expire(self) -> None:
+        """Kill the process if its call is late. One that ended by itself is not."""
+        with self._lock:
+            running, due_s = self._running, self._due_s
+            if running is None or due_s is None or time.monotonic() < due_s or wait([running.ended], 0):
+                return
+            self._due_s = None
+            running.process.kill()
 
     def kill(self) -> None:
         with self._lock:

@@ -81,7 +81,9 @@ class Generator:
         self._engine, self._speech, self._puller = engine, speech, puller
         self._change, self._recorder, self.turns = change, recorder, turns
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
-        self._changing = asyncio.Lock()
+        self._changing, self._settled = asyncio.Lock(), asyncio.Event()
+        self._settled.set()
+        """Not set during a weight change."""
         self._gate_open = True
         self._is_loading = False
         self._why_closed: WorkerError | None = None
@@ -134,8 +136,7 @@ class Generator:
         recalled = (a for partial in policy.recalled.values() for a in partial.weights)
         held = {a.version: a for a in (*recalled, *policy.vouched)}
         if any(span.version not in {**held, **self._acknowledged} for span in versions):
-            async with self._changing:
-                pass
+            await self._settled.wait()
         held |= self._acknowledged
         own = [held[span.version] for span in versions if span.version in held]
         return tuple(dict.fromkeys([*own, *policy.vouched]))
@@ -199,7 +200,7 @@ class Generator:
     async def turn_load(self) -> TurnLoad:
         """The current load for other replicas that have more turns than slots. There is no room for them while weights
         change or, `between` groups, a change waits for the groups here."""
-        is_changing = self._is_loading or (self._change.when == "between" and self._changing.locked())
+        is_changing = self._is_loading or (self._change.when == "between" and not self._settled.is_set())
         has_room = self.has_slot and self._gate_open and not is_changing
         return TurnLoad(self._weight_running, has_room, self.acknowledged)
 
@@ -230,8 +231,7 @@ class Generator:
                 self._left.set()
         new = done.since(request.num_begun).versions
         if any(span.version not in self._acknowledged for span in new):
-            async with self._changing:
-                pass
+            await self._settled.wait()
         return done, tuple(self._acknowledged[span.version] for span in new if span.version in self._acknowledged)
 
     @remote("sampling for group {ticket.group_id} of {ticket.owner}", patience=inf)
@@ -311,21 +311,32 @@ class Generator:
         """
         if self._puller is None or (self._is_new_enough(version) and self._change.when != "between"):
             return
-        async with self._changing:
-            if not self._gate_open:
-                detail = f"an earlier weight change failed, restart the replica: {self._why_closed}"
-                raise WeightsMismatch(self.name, "starting a group", detail)
-            if not self._acknowledged or max(self._acknowledged) < version:
+        while not self._settled.is_set():
+            await self._settled.wait()  # an event: all groups that wait go on at once, and are sampled together
+        if not self._is_new_enough(version):
+            async with self._changing:
+                await self._change_to(self._puller, version)
+
+    async def _change_to(self, puller: Puller, version: PolicyVersion) -> None:
+        if not self._gate_open:
+            detail = f"an earlier weight change failed, restart the replica: {self._why_closed}"
+            raise WeightsMismatch(self.name, "starting a group", detail)
+        if self._is_new_enough(version):
+            return
+        self._settled.clear()
+        try:
+            began_s = time.monotonic()
+            manifest, weights = await self._staged(puller, version)
+            if self._change.when == "between" and self._stays:
+                await self._emptied()  # may take long
                 began_s = time.monotonic()
-                manifest, weights = await self._staged(self._puller, version)
-                if self._change.when == "between" and self._stays:
-                    await self._emptied()  # may take long
-                    began_s = time.monotonic()
-                    manifest, weights = await self._staged(self._puller, version, before=(manifest, weights))
-                held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
-                self._acknowledged[held.version] = held
-                self._pulls.append(Busy(self.name, began_s, time.monotonic()))
-                self._forget_acknowledged()
+                manifest, weights = await self._staged(puller, version, before=(manifest, weights))
+            held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
+            self._acknowledged[held.version] = held
+            self._pulls.append(Busy(self.name, began_s, time.monotonic()))
+            self._forget_acknowledged()
+        finally:
+            self._settled.set()
 
     def take_pulls(self) -> tuple[Busy, ...]:
         """Periods of the weight changes since the last call, from the pull to the open gate.
@@ -338,7 +349,7 @@ class Generator:
     def is_ready(self, version: PolicyVersion) -> bool:
         """True if a group that needs `version` or newer may begin now. True when `ensure_version` returns, and until
         the next `await`."""
-        is_changing = self._change.when == "between" and self._changing.locked()
+        is_changing = self._change.when == "between" and not self._settled.is_set()
         return self._puller is None or (self._is_new_enough(version) and not is_changing)
 
     def _is_new_enough(self, version: PolicyVersion) -> bool:

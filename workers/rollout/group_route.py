@@ -180,7 +180,8 @@ class GroupRoute(PolicySpeech):
         sampling = self.speech.sampling
         room = self.speech.max_context_tokens - len(prompt_ids)
         most = min(sampling.max_new_tokens, room, room if max_new_tokens is None else max_new_tokens)
-        sampling = replace(sampling, max_new_tokens=most, stop=(*sampling.stop, *stop))
+        if stop or most != sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=most, stop=(*sampling.stop, *stop))
         done = self._begun(prompt_ids, sampling, seed)
         if done is None or done.finish is None:
             try:

@@ -80,8 +80,10 @@ class TurnRouter:
 
     async def choose(self, home: TurnLoad, prompt_ids: tuple[int, ...]) -> Generator | None:
         """Return the peer for a turn; None if it stays at home. Waits for the peers' answers, `ANSWER_S` at most."""
+        if not self.peers:
+            return None
         last = self._cached(prompt_ids)
-        if (home.has_room and last is None) or not self.peers:
+        if home.has_room and last is None:
             return None
         at_s = time.monotonic()
         others = [p for p in self.peers if p is not last and self._rests_until_s.get(p.name, 0.0) <= at_s]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -19,6 +20,8 @@ class KnownPrefixes(Generic[V]):
 
     def __init__(self) -> None:
         self._known: dict[tuple[Hashable, int, tuple[int, ...]], V] = {}
+        self._lengths: dict[Hashable, Counter[int]] = {}
+        """Number of sequences of each length, by mark."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -26,8 +29,8 @@ class KnownPrefixes(Generic[V]):
     def put(self, ids: tuple[int, ...], value: V, mark: Hashable = None) -> V | None:
         """Give a sequence a value; return the one before, if it had one. Sequences with different marks differ."""
         key = (mark, len(ids), ids[-NUM_COMPARED:])
-        before = self._known.pop(key, None)
-        self._known[key] = value
+        before = self._removed(key) if key in self._known else None
+        self._add(key, value)
         return before
 
     def longest(
@@ -46,20 +49,35 @@ class KnownPrefixes(Generic[V]):
         recently used.
         """
         most = len(prompt_ids) if at_most is None else at_most
-        lengths = {length for held, length, _ in self._known if held == mark and length <= most}
-        for length in sorted(lengths, reverse=True):
+        for length in sorted(self._lengths.get(mark, ()), reverse=True):
+            if length > most:
+                continue
             key = (mark, length, prompt_ids[max(0, length - NUM_COMPARED) : length])
             if key in self._known and is_right(self._known[key], length):
-                value = self._known.pop(key)
+                value = self._removed(key)
                 if not removes:
-                    self._known[key] = value
+                    self._add(key, value)
                 return value
         return None
 
     def pop_oldest(self) -> V:
         """Forget the least recently used sequence, and return its value."""
-        return self._known.pop(next(iter(self._known)))
+        return self._removed(next(iter(self._known)))
 
     def drop(self, is_gone: Callable[[Hashable], bool]) -> list[V]:
         """Forget the sequences of some marks, and return their values."""
-        return [self._known.pop(key) for key in [key for key in self._known if is_gone(key[0])]]
+        return [self._removed(key) for key in [key for key in self._known if is_gone(key[0])]]
+
+    def _add(self, key: tuple[Hashable, int, tuple[int, ...]], value: V) -> None:
+        self._known[key] = value
+        self._lengths.setdefault(key[0], Counter())[key[1]] += 1
+
+    def _removed(self, key: tuple[Hashable, int, tuple[int, ...]]) -> V:
+        mark, length, _ = key
+        of_mark = self._lengths[mark]
+        of_mark[length] -= 1
+        if not of_mark[length]:
+            del of_mark[length]
+        if not of_mark:
+            del self._lengths[mark]
+        return self._known.pop(key)

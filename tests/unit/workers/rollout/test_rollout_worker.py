@@ -84,6 +84,30 @@ def test_weights_that_are_new_enough_are_not_pulled_again():
     assert shelf.pulls == [3, 4]
 
 
+def test_groups_that_wait_for_a_change_go_on_in_one_turn_of_the_loop():
+    shelf = Shelf()
+    generator = worker_of(shelf).generator
+    order: list[str] = []
+
+    async def waits() -> None:
+        await generator.ensure_version(1)
+        order.append("goes on")
+        asyncio.get_running_loop().call_soon(order.append, "next turn")
+
+    async def scenario() -> None:
+        changing = asyncio.create_task(generator.ensure_version(1))
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(waits()) for _ in range(5)]
+        await asyncio.sleep(0)
+        shelf.put(1)
+        await asyncio.gather(changing, *waiting)
+        await asyncio.sleep(0)
+        await generator.close()
+
+    asyncio.run(scenario())
+    assert order == ["goes on"] * 5 + ["next turn"] * 5, "an engine admits together what comes in one turn"
+
+
 @pytest.mark.parametrize(("change", "versions"), [("between", [0]), ("inflight", [0, 1])])
 def test_a_change_waits_for_running_groups_or_happens_under_them(change, versions):
     shelf = Shelf()
