@@ -7,6 +7,7 @@ have, and a line on the screen. What they share, the workers, is reported in `RU
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 import time
@@ -376,11 +377,13 @@ class TrainingJob:
                 run.events.emit(RunStarted(str(run.config.run_dir), starts[name], drivers[name].end))
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
             stops.stop = lambda: [driver.stop() for driver in drivers.values()]
+            gc.freeze()  # all of start-up's objects stay, and a collection need not look at them again
             if joint is None:
                 reached = {name: await driver.run(starts[name]) for name, driver in drivers.items()}
             else:
                 reached = await train_jointly(joint, drivers, starts)
         finally:
+            gc.unfreeze()
             await workers.close()
         lanes = [driver.evaluation for driver in drivers.values() if driver.evaluation is not None]
         for name, driver in drivers.items():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import os
 import pickle
 import sys
@@ -99,6 +100,7 @@ class _OneAtATime(_Process):
 
     def setup(self, *args: object) -> None:
         self._worker = self._build(*args)
+        gc.freeze()
 
     def address(self) -> str:
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
@@ -116,6 +118,7 @@ class _ManyAtOnce(_Process):
 
     async def setup(self, *args: object) -> None:
         self._worker = await _result(self._build(*args))
+        gc.freeze()
 
     async def call(self, path: str, *args: object, **kwargs: object) -> object:
         return await _result(self._method(path)(*args, **kwargs))
