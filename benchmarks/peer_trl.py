@@ -5,7 +5,7 @@
 Two jobs, the configurations of `examples/`: the tiny sorter (32 prompts x 8 samples) and SmolLM2-135M on the largest of
 three (8 x 8). Both systems get the same model, the same prompts in the same order in each step, the same group size,
 sampling, clipping and learning rate, and one thread in each process. TRL is one process; rlsys is its whole system:
-driver, Ray's daemons, rollouts, rewards, relay, actor. CPU time is that of every process, between two step marks, so
+driver, Ray's daemons, rollouts, rewards, relay, actor. The sorter has one replica here, of the two of its example. CPU time is that of every process, between two step marks, so
 that start-up does not count. Repeats alternate between the two.
 
 TRL runs in a separate environment, `.cache/peer_trl/venv`, made on first use (some minutes, not measured). Its tuning
@@ -57,9 +57,12 @@ class Contest:
     trl_steps: tuple[int, int]
     """Steps at whose ends the clock starts and stops; TRL's steps on SmolLM2 are long."""
     rlsys_steps: tuple[int, int]
+    overrides: tuple[str, ...] = ()
+    """Changes to the example's configuration."""
 
 
-TINY = Contest("tiny", "sort", trl_micro_batch=256, repeats=5, trl_steps=(10, 50), rlsys_steps=(10, 50))
+TINY = Contest("tiny", "sort", trl_micro_batch=256, repeats=5, trl_steps=(10, 50), rlsys_steps=(10, 50),
+               overrides=("rollout.replicas=1", "rollout.slots=256"))  # fmt: skip
 SMOLLM = Contest("smollm", "smollm", trl_micro_batch=8, repeats=3, trl_steps=(1, 4), rlsys_steps=(1, 7))
 CONTESTS: Mapping[Size, Sequence[Contest]] = {
     "full": (TINY, SMOLLM),
@@ -107,7 +110,7 @@ def run_rlsys(prepared: Path, contest: Contest, folder: Path) -> list[Mark]:
     """Run `rlsys train` on the contest's file; return its marks."""
     command = train_command(
         prepared, folder, f"run.steps={contest.rlsys_steps[1]}", "data.shuffle=false", "train.warmup_steps=0",
-        "train.final_lr_fraction=1", "checkpoint.every=0", example=contest.example,
+        "train.final_lr_fraction=1", "checkpoint.every=0", *contest.overrides, example=contest.example,
     )  # fmt: skip
     return marks_of(command, ENV, folder / "run" / "metrics.jsonl", contest.rlsys_steps)
 
