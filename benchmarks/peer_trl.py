@@ -5,8 +5,8 @@
 Two jobs, the configurations of `examples/`: the tiny sorter (32 prompts x 8 samples) and SmolLM2-135M on the largest of
 three (8 x 8). Both systems get the same model, the same prompts in the same order in each step, the same group size,
 sampling, clipping and learning rate, and one thread in each process. TRL is one process; rlsys is its whole system:
-driver, Ray's daemons, rollouts, rewards, relay, actor. The sorter has one replica here, of the two of its example. CPU time is that of every process, between two step marks, so
-that start-up does not count. Repeats alternate between the two.
+driver, Ray's daemons, rollouts, rewards, relay, actor. The sorter has one replica here, of the two of its example. CPU
+time is that of every process, between two step marks, so that start-up does not count. Repeats alternate.
 
 TRL runs in a separate environment, `.cache/peer_trl/venv`, made on first use (some minutes, not measured). Its tuning
 is limited to this: no gradient checkpointing; for SmolLM2 bf16 weights, faster there than fp32 with autocast, and
