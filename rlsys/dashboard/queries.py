@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rlsys.dashboard.cluster_view import cluster, window
 from rlsys.dashboard.configs import differences
@@ -24,6 +25,7 @@ from rlsys.dashboard.pending_groups import ledger
 from rlsys.dashboard.responses import (
     AlertRule,
     AlertsAnswer,
+    Axis,
     Change,
     ClusterAnswer,
     CompareAnswer,
@@ -41,11 +43,20 @@ from rlsys.dashboard.responses import (
     TasksAnswer,
 )
 from rlsys.dashboard.run_preview import Glimpses
-from rlsys.dashboard.summary import open_alerts, summary, summary_of_several
+from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
 """Most runs kept in memory, least recently used evicted first: as many as can be compared."""
+
+
+class ListedRun(NamedTuple):
+    """Run in the list of runs."""
+
+    folder: RunFolder
+    summary: RunSummary
+    metrics: Mapping[str, float]
+    """Metric -> mean over its last 20 steps, or value of its last evaluation."""
 
 
 class Readings:
@@ -70,9 +81,16 @@ class Readings:
 
     def runs(self) -> RunsAnswer:
         """Every run, newest first."""
+        return RunsAnswer(as_text(self._root), [listed.summary for listed in self.runs_with_metrics()])
+
+    def runs_with_metrics(self) -> list[ListedRun]:
+        """Every run with its metrics, newest first."""
         found = [self._at_a_glance(folder) for folder in all_runs(self._root)]
-        found.sort(key=lambda row: row.started_s or 0.0, reverse=True)
-        return RunsAnswer(as_text(self._root), found)
+        return sorted(found, key=lambda listed: listed.summary.started_s or 0.0, reverse=True)
+
+    def folder(self, run: str) -> RunFolder:
+        """Folder of a run. Raises `NoSuch`."""
+        return find_run(self._root, run)
 
     def run(self, run: str) -> RunAnswer:
         with self._open(run) as opened:
@@ -99,9 +117,18 @@ class Readings:
             begin = max(0, end - limit)
             return LogAnswer(log[begin:end][::-1], begin or None)
 
-    def series(self, run: str, names: Sequence[str], points: int = 1000) -> SeriesAnswer:
+    def series(
+        self,
+        run: str,
+        names: Sequence[str],
+        points: int = 1000,
+        x: Axis = "step",
+        stretch: tuple[float | None, float | None] = (None, None),
+    ) -> SeriesAnswer:
         with self._open(run) as opened:
-            return SeriesAnswer(opened.history.columns.series(names, points))
+            columns = opened.history.columns
+            axis = columns.axis(x)
+            return SeriesAnswer(columns.series(names, points, axis, stretch), "step" if axis is None else x)
 
     def metrics(self, run: str) -> MetricsAnswer:
         with self._open(run) as opened:
@@ -183,13 +210,14 @@ class Readings:
                 self._opened.popitem(last=False)
         return opened
 
-    def _at_a_glance(self, folder: RunFolder) -> RunSummary:
-        """Summary of a run, without opening it if that would take long."""
+    def _at_a_glance(self, folder: RunFolder) -> ListedRun:
+        """Summary and metrics of a run, without opening it if that would take long."""
         glimpse = None if folder.id in self._opened else self._glimpses.of(folder)
         if glimpse is not None:
-            return summary(folder, glimpse.history, glimpse.config, self._now())
+            row = summary(folder, glimpse.history, glimpse.config, self._now())
+            return ListedRun(folder, row, glimpse.history.columns.recent(SUMMARY_STEPS))
         with self._open(folder.id) as opened:
-            return self._summary(opened)
+            return ListedRun(folder, self._summary(opened), opened.history.columns.recent(SUMMARY_STEPS))
 
     def _summary(self, opened: OpenedRun) -> RunSummary:
         """Summary of a run that was entered."""
@@ -199,4 +227,4 @@ class Readings:
 
     def _policies(self, folder: RunFolder) -> list[RunSummary]:
         """Summaries of the policies of a run. A policy is entered after its run, never before, to avoid a deadlock."""
-        return [self._at_a_glance(policy) for policy in folder.policies]
+        return [self._at_a_glance(policy).summary for policy in folder.policies]

@@ -37,7 +37,9 @@ class RunSummary:
     eta_s: float | None
     """Estimated seconds left; only for status `running`."""
     reward: float | None
-    """Mean reward of its last step."""
+    """Mean reward of its last 20 steps, because that of one step is noisy."""
+    rewards: Sequence[float | None]
+    """Mean reward over its steps, thinned to about 40 points, for a small chart."""
     last_error: str | None
     """Error that ended it, or the last failure of a worker."""
     num_alerts: int
@@ -96,6 +98,10 @@ class LogAnswer:
     next_before: int | None
 
 
+Axis = Literal["step", "time", "tokens", "samples"]
+"""Unit in which a chart counts steps: seconds since the run began, or trained tokens or episodes, summed up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """One metric over steps, reduced to the points of a chart, with extremes preserved."""
@@ -106,17 +112,22 @@ class Series:
     steps: Sequence[int]
     values: Sequence[float | None]
     num_points: int
-    """Points before the reduction."""
+    """Points of the stretch before the reduction."""
+    xs: Sequence[float] | None = None
+    """Steps counted as `SeriesAnswer.x` says; None: `x` is `step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesAnswer:
-    """`/api/series?run=&name=&name=&points=`: one series for each requested name that the run reported, in order.
+    """`/api/series?run=&name=&name=&points=&x=&from=&to=`: one series for each requested name that the run reported.
 
-    A name may end in `*`, such as `eval/*` or `reward/by/*`, to match all names with that prefix.
+    A name may end in `*`, such as `eval/*` or `reward/by/*`, to match all names with that prefix. With `from` or `to`
+    only the points of that stretch of x are answered, so a shorter stretch has a finer resolution.
     """
 
     series: Sequence[Series]
+    x: Axis = "step"
+    """Unit of x: the requested one, or `step` if the run does not record what that needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,6 +518,52 @@ class Change:
     revision: int
     step: int
     status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """Column of a table."""
+
+    name: str
+    kind: Literal["int", "float", "text", "bool", "time"]
+    """`time`: Unix seconds."""
+    help: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableAnswer:
+    """`/api/table?run=&table=&filter=&search=&order=&show=&group=&from=&to=&offset=&limit=` and `/api/query?run=&q=`:
+    rows of a table; see `rlsys.dashboard.query_language`."""
+
+    table: str
+    columns: Sequence[TableColumn]
+    """Columns to show, in order."""
+    rows: Sequence[Mapping[str, Json]]
+    """Column -> value, null if it is empty. Rows also have the columns that links need, such as `step`, `group_id` and
+    `episode`. Texts are cut to 200 characters around what was looked for."""
+    num_rows: int
+    """Rows on all pages."""
+    offset: int
+    indexed: float
+    """Share of the run that the index covers; below 1 while it is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableDescription:
+    """Table that can be queried."""
+
+    name: str
+    help: str
+    columns: Sequence[TableColumn]
+    shown: Sequence[str]
+    """Columns shown by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class TablesAnswer:
+    """`/api/tables?run=`: every table with its columns; without `run`, only the table of runs."""
+
+    tables: Sequence[TableDescription]
 
 
 @dataclass(frozen=True, slots=True)
