@@ -40,8 +40,8 @@ CREATE TABLE logs (
 CREATE INDEX logs_by_file ON logs (file);
 """
 WORDS = """
-CREATE VIRTUAL TABLE answer_words USING fts5(text, content='', tokenize='trigram');
-CREATE VIRTUAL TABLE prompt_words USING fts5(text, content='', tokenize='trigram');
+CREATE VIRTUAL TABLE answer_words USING fts5(text, content='', tokenize='trigram', detail=none);
+CREATE VIRTUAL TABLE prompt_words USING fts5(text, content='', tokenize='trigram', detail=none);
 """
 """Indexes of texts; without FTS5 and its trigrams in SQLite, texts are scanned instead. Rows are never deleted: an id
 of `episodes` is used once."""

@@ -136,7 +136,7 @@ class IndexWriter:
         return num_corrupt
 
     def _put_log(self, name: str, path: Path, lines: list[bytes]) -> int:
-        put_lines(self._connection, name, path.stem, lines, path.stat().st_mtime)
+        put_lines(self._connection, name, path.stem, lines, _stamp(path)[1] / 1e9)
         return 0
 
     def _log_names(self) -> list[str]:
@@ -173,6 +173,9 @@ class IndexWriter:
             yield
 
     def _put_file(self, file: _Listed, found: IndexedFile) -> None:
+        known = self._connection.execute("SELECT size, mtime_ns FROM files WHERE path = ?", (file.name,)).fetchone()
+        if known == file.stamp:  # another process has written it since
+            return
         self._forget(file.name)
         for episode in found.episodes:
             self._put_episode(file, episode)
@@ -212,8 +215,16 @@ class IndexWriter:
             for entry in by_step.values():
                 name = f"{place}/{entry.name}"
                 if not entry.is_symlink() or self._folder.file(name):
-                    found = entry.stat()
-                    yield _Listed(name, run / name, dataset, (found.st_size, found.st_mtime_ns))
+                    yield _Listed(name, run / name, dataset, _stamp(entry))
+
+
+def _stamp(file: Path | os.DirEntry[str]) -> tuple[int, int]:
+    """Size, and time of modification in ns; 0 if the file was deleted just now."""
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:

@@ -41,8 +41,8 @@ _Sql: TypeAlias = tuple[str, tuple[Value, ...]]
 
 _MOST_S = 10.0
 """Seconds after which a query is interrupted."""
-_LEAST_WORD = 3
-"""Letters of the shortest text that an index of trigrams finds."""
+_MOST_TRIGRAMS = 30
+"""Most trigrams of a text to look up."""
 _BEFORE = 40
 """Letters of a preview before the text that was looked for."""
 
@@ -127,25 +127,23 @@ class _Compiler:
         """Find the keys of the page first: sorting would otherwise move the texts of all rows."""
         table, query = self.table, self.query
         where, values = self._where()
-        source = f"FROM {table.source} WHERE {where}"
+        source, given = f"FROM {table.source} WHERE {where}", (*table.parameters, *values)
         orders, order_values = self._order()
         found = run(
-            f"SELECT {table.key} {source} ORDER BY {orders} LIMIT ? OFFSET ?",
-            (*table.parameters, *values, *order_values, query.limit, query.offset),
+            f"SELECT {table.key}, count(*) OVER () {source} ORDER BY {orders} LIMIT ? OFFSET ?",
+            (*given, *order_values, query.limit, query.offset),
         )
+        (_, num_rows), *_ = found or [(None, run(f"SELECT count(*) {source}", given)[0][0])]
         names = self._shown()
         asked = {name: self._column(name) for name in dict.fromkeys((*names, *table.identity))}
         parts = ", ".join(column.sql for column in asked.values())
         marks = ", ".join("?" * len(found))
         rows = run(
             f"SELECT {table.key}, {parts} FROM {table.source} WHERE {table.key} IN ({marks})",
-            (*(p for c in asked.values() for p in c.parameters), *table.parameters, *(key for (key,) in found)),
+            (*(p for c in asked.values() for p in c.parameters), *table.parameters, *(key for key, _ in found)),
         )
         by_key = {key: dict(zip(asked, _converted(asked, row), strict=True)) for key, *row in rows}
-        num_rows = len(found) + query.offset
-        if len(found) == query.limit or not found:
-            ((num_rows,),) = run(f"SELECT count(*) {source}", (*table.parameters, *values))
-        return QueryPage({n: asked[n] for n in names}, [by_key[key] for (key,) in found if key in by_key], num_rows)
+        return QueryPage({n: asked[n] for n in names}, [by_key[key] for key, _ in found if key in by_key], num_rows)
 
     def grouped(self, run: Callable[..., list[tuple]]) -> QueryPage:
         """Count the rows of each group, with mean, spread, least and greatest value of the columns to show."""
@@ -232,11 +230,19 @@ class _Compiler:
                 return f"{sql} {operator} ?", (*values, _typed(name, column, comparison.values[0]))
 
     def _contains(self, column: QueryColumn, text: str) -> _Sql:
-        if column.words and len(text) >= _LEAST_WORD:
-            words, key = column.words
-            return f"{key} IN (SELECT rowid FROM {words} WHERE {words} MATCH ?)", ('"' + text.replace('"', '""') + '"',)
+        """Texts that contain this one, in upper or lower case. Of long ones, only those with its trigrams are scanned."""
         escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        return f"{column.sql} LIKE ? ESCAPE '\\'", (*column.parameters, f"%{escaped}%")
+        scan = f"{column.sql} LIKE ? ESCAPE '\\'"
+        values = (*column.parameters, f"%{escaped}%")
+        trigrams = sorted({text[at : at + 3] for at in range(len(text) - 2)})[:_MOST_TRIGRAMS]
+        if column.words is None or not trigrams:
+            return scan, values
+        words, key = column.words
+        quoted = ('"' + trigram.replace('"', '""') + '"' for trigram in trigrams)
+        return f"({key} IN (SELECT rowid FROM {words} WHERE {words} MATCH ?) AND {scan})", (
+            " AND ".join(quoted),
+            *values,
+        )
 
     def _column(self, name: str) -> QueryColumn:
         return self.table.columns.get(name) or unknown(
