@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Mapping
-from datetime import datetime
 from typing import TypeAlias
 
 import orjson
@@ -32,15 +30,12 @@ from rlsys.monitoring.events import (
 )
 from rlsys.monitoring.trackers.console import note_of
 
+PUT_LOG = "INSERT INTO logs (file, time_s, level, worker, kind, text) VALUES (?, ?, ?, ?, ?, ?)"
+
 _Value: TypeAlias = str | int | float | None
 
-_MOST_LETTERS = 10_000
-"""Most letters of a line of a log."""
 _DONE = ("trained", "dropped", "forgotten")
 """States from which a group that is issued begins anew. `forgotten`: a resumed run may not know it."""
-_TIME = re.compile(r"^\W{0,2}(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)(Z|[+-]\d\d:?\d\d)?")
-_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^(Traceback|\w*(?:Error|Exception)\b)")
-_LEVELS = {"DEBUG": "debug", "INFO": "info", "WARNING": "warning", "WARN": "warning"}
 
 
 class IndexedEvents:
@@ -166,34 +161,4 @@ class IndexedEvents:
             case _:
                 pass
         row = (self._file, time_s, level, worker, event.kind, text)
-        self._connection.execute(
-            "INSERT INTO logs (file, time_s, level, worker, kind, text) VALUES (?, ?, ?, ?, ?, ?)", row
-        )
-
-
-def put_lines(connection: sqlite3.Connection, file: str, worker: str, lines: list[bytes], written_s: float) -> None:
-    """Write the rows of lines of a log file. A line without a time has that of the line before; the first has
-    `written_s`."""
-    last = connection.execute("SELECT time_s FROM logs WHERE file = ? ORDER BY id DESC LIMIT 1", (file,)).fetchone()
-    time_s = last[0] if last else written_s
-    rows = []
-    for line in lines:
-        text = line[:_MOST_LETTERS].decode(errors="replace")
-        time_s = _time_in(text, time_s)
-        rows.append((file, time_s, _level_in(text), worker, "line", text))
-    connection.executemany("INSERT INTO logs (file, time_s, level, worker, kind, text) VALUES (?, ?, ?, ?, ?, ?)", rows)
-
-
-def _time_in(line: str, otherwise_s: float) -> float:
-    found = _TIME.match(line)
-    if found is None:
-        return otherwise_s
-    try:
-        return datetime.fromisoformat(found[1].replace(",", ".") + (found[2] or "")).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return otherwise_s
-
-
-def _level_in(line: str) -> str:
-    found = _LEVEL.search(line[:200])
-    return _LEVELS.get(found[1] or "", "error") if found else "info"
+        self._connection.execute(PUT_LOG, row)

@@ -18,6 +18,8 @@ _COLUMNS = (
     "num_tokens", "prompt", "text", "session",
 )  # fmt: skip
 
+_MOST_BITS = 63
+
 
 class IndexedEpisode(NamedTuple):
     """Recorded episode: columns of `episodes` and its texts."""
@@ -76,10 +78,9 @@ def _from_lines(path: Path) -> IndexedFile:
     for place in range(len(lines.group_ids)):
         try:
             record = lines.record(place)
-        except DataError:
+            found += [_episode(episode_row(record, e)) for e in range(len(record.episodes))]
+        except (DataError, LookupError, TypeError, ValueError):
             num_corrupt += 1
-        else:
-            found += (_episode(episode_row(record, e)) for e in range(len(record.episodes)))
     return IndexedFile(found, num_corrupt)
 
 
@@ -107,6 +108,8 @@ def _episode(row: Mapping[str, Any]) -> IndexedEpisode:
         "staleness": max(0, row["step"] - 1 - min(versions)) if versions else None,
         "prompt_id": _id_of(row["prompt"]),
     }
+    if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in columns.values()):
+        raise ValueError("a whole number is larger than SQLite stores")
     return IndexedEpisode(columns, row["prompt"], row["text"])
 
 

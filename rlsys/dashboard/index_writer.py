@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
-from rlsys.dashboard.folders import EVENTS, METRICS, RunFolder, size_of
-from rlsys.dashboard.index_events import IndexedEvents, put_lines
+from rlsys.dashboard.folders import EVENTS, METRICS, RunFolder, as_text, size_of
+from rlsys.dashboard.index_events import IndexedEvents
+from rlsys.dashboard.index_logs import ENDINGS, put_log
 from rlsys.dashboard.index_rollouts import IndexedEpisode, IndexedFile, indexed_file
 from rlsys.dashboard.run_files import Tail
 from rlsys.dashboard.spans import PREFIX
@@ -88,16 +89,16 @@ class IndexWriter:
         ((done,),) = self._connection.execute("SELECT coalesce(sum(size), 0) FROM files")
         return min(1.0, done / self._num_bytes) if self._num_bytes else 0.0
 
-    def _lines(self, name: str, put: Callable[[str, Path, list[bytes]], int]) -> Iterator[None]:
-        """Write the lines of a file. `put` returns how many it cannot read."""
+    def _lines(self, name: str, put: Callable[[str, bytes, int], int]) -> Iterator[None]:
+        """Write the lines of a file. `put` takes them with their offset, and returns how many it cannot read."""
         path = self._folder.file(name)
         while path is not None:
             with transaction(self._connection):
                 begin = self._read_to(name, path)
-                lines, end = _lines_from(path, begin)
-                if end == begin:
+                data = _lines_from(path, begin)
+                if not data:
                     return
-                num_corrupt = put(name, path, lines)
+                num_corrupt, end = put(name, data, begin), begin + len(data)
                 self._connection.execute(
                     "INSERT INTO files VALUES (?, ?, 0, ?, ?) ON CONFLICT (path) DO UPDATE SET size = excluded.size, "
                     "head = excluded.head, num_corrupt = num_corrupt + excluded.num_corrupt",
@@ -119,11 +120,11 @@ class IndexWriter:
         self._connection.execute("DELETE FROM files WHERE path = ?", (name,))
         return 0
 
-    def _put_events(self, name: str, path: Path, lines: Sequence[bytes]) -> int:
+    def _put_events(self, name: str, data: bytes, begin: int) -> int:
         events, num_corrupt = IndexedEvents(self._connection, name), 0
         decoded = decode if name == EVENTS else decode_metrics
-        for line in lines:
-            if line.startswith(PREFIX):
+        for line in data.split(b"\n"):
+            if not line or line.startswith(PREFIX):
                 continue
             try:
                 event, time_s = decoded(line)
@@ -135,15 +136,14 @@ class IndexWriter:
                 events.put(event, time_s)
         return num_corrupt
 
-    def _put_log(self, name: str, path: Path, lines: list[bytes]) -> int:
-        put_lines(self._connection, name, path.stem, lines, _stamp(path)[1] / 1e9)
+    def _put_log(self, name: str, data: bytes, begin: int) -> int:
+        put_log(self._connection, self._folder, name, data, begin)
         return 0
 
     def _log_names(self) -> list[str]:
         """Names of log files in the run's folder."""
-        return sorted(
-            f"logs/{entry.name}" for entry in _entries(self._folder.path / "logs") if entry.name.endswith(".log")
-        )
+        names = (entry.name for entry in _entries(self._folder.path / "logs"))
+        return [f"logs/{name}" for name in names if name.endswith(ENDINGS)]
 
     def _rollouts(self, listed: Sequence[_Listed]) -> Iterator[None]:
         """Write files that are new or were replaced, and delete the rows of those that are gone."""
@@ -228,24 +228,25 @@ def _stamp(file: Path | os.DirEntry[str]) -> tuple[int, int]:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """Entries of a folder by name, so that of two files of a step the newer format is last; empty without one."""
+    """Entries of a folder by name, so that of two files of a step the newer format is last; empty without a folder.
+
+    Names that are not UTF-8 are left out.
+    """
     try:
         with os.scandir(path) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+            return sorted((e for e in entries if as_text(e.name) == e.name), key=lambda entry: entry.name)
     except OSError:
         return []
 
 
-def _lines_from(path: Path, offset: int) -> tuple[list[bytes], int]:
-    """Complete lines from an offset on, of about `_PART_BYTES`, and the offset of the next."""
-    lines: list[bytes] = []
-    end = offset
+def _lines_from(path: Path, offset: int) -> bytes:
+    """Complete lines from an offset on, of about `_PART_BYTES`."""
+    data = bytearray()
     for chunk in Tail(path, offset).read():
-        lines += chunk.lines
-        end = chunk.offset + len(chunk.data)
-        if end - offset > _PART_BYTES:
+        data += chunk.data
+        if len(data) > _PART_BYTES:
             break
-    return lines, end
+    return bytes(data)
 
 
 def _head(path: Path, size: int) -> bytes:

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rlsys.dashboard.configs import RunConfig, value_text
+from rlsys.dashboard.event_decoding import WHOLE
 from rlsys.dashboard.query_language import Ordering
 from rlsys.dashboard.query_sql import Kind, QueryColumn, QueryTable
 from rlsys.dashboard.responses import PendingRow, ReplicaRow, RestartRow, RunSummary
@@ -150,7 +151,9 @@ def _listed(
     connection.execute(f"CREATE TABLE {name} ({names})")
     values = attrgetter(*fields)
     marks = ", ".join("?" * len(fields))
-    connection.executemany(f"INSERT INTO {name} VALUES ({marks})", [values(row) for row in rows])
+    connection.executemany(
+        f"INSERT INTO {name} VALUES ({marks})", [[_storable(v) for v in values(row)] for row in rows]
+    )
     return QueryTable(
         name=name,
         help=told,
@@ -164,10 +167,14 @@ def _listed(
     )
 
 
-def _plain(value: Json) -> str | float | None:
-    """Value of a configuration as SQLite stores it."""
-    if value is None or isinstance(value, str):
-        return value
+def _plain(value: Json) -> Json:
+    """Value of a configuration as a number or text."""
     if isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**53) else value_text(value)
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < WHOLE)
+    return _storable(value if value is None or is_number else value_text(value))
+
+
+def _storable(value: Json) -> Json:
+    """Value without halves of characters, which foreign YAML can contain and SQLite refuses."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value

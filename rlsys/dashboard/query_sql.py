@@ -39,8 +39,6 @@ Kind: TypeAlias = Literal["int", "float", "text", "bool", "time"]
 _Sql: TypeAlias = tuple[str, tuple[Value, ...]]
 """SQL and its parameters."""
 
-_MOST_S = 10.0
-"""Seconds after which a query is interrupted."""
 _MOST_TRIGRAMS = 30
 """Most trigrams of a text to look up."""
 _BEFORE = 40
@@ -97,14 +95,16 @@ class QueryPage:
     """Rows without limit and offset."""
 
 
-def answer(connection: sqlite3.Connection, table: QueryTable, query: TableQuery, letters: int | None) -> QueryPage:
+def answer(
+    connection: sqlite3.Connection, table: QueryTable, query: TableQuery, letters: int | None, seconds: float = 5.0
+) -> QueryPage:
     """Answer a query. Texts longer than `letters` are cut around what was looked for; None: not cut.
 
     Raises `BadQuery` for an unknown column, for a comparison of different types, for an invalid regular expression and
-    after 10 seconds.
+    after `seconds`.
     """
     compiler = _Compiler(table, query)
-    with _limited(connection) as run:
+    with _limited(connection, seconds) as run:
         page = compiler.grouped(run) if query.group_by else compiler.plain(run)
     needles = needles_of(query)
     return QueryPage(page.columns, [_shortened(row, needles, letters) for row in page.rows], page.num_rows)
@@ -230,7 +230,7 @@ class _Compiler:
                 return f"{sql} {operator} ?", (*values, _typed(name, column, comparison.values[0]))
 
     def _contains(self, column: QueryColumn, text: str) -> _Sql:
-        """Texts that contain this one, in upper or lower case. Of long ones, only those with its trigrams are scanned."""
+        """Select texts that contain this one, in upper or lower case; only those with its trigrams are scanned."""
         escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
         scan = f"{column.sql} LIKE ? ESCAPE '\\'"
         values = (*column.parameters, f"%{escaped}%")
@@ -357,13 +357,14 @@ def _checked(pattern: str) -> str:
 
 
 @contextmanager
-def _limited(connection: sqlite3.Connection) -> Iterator[Callable[..., list[tuple]]]:
-    """Function that runs a statement, within 10 seconds for all."""
-    end_s = time.monotonic() + _MOST_S
+def _limited(connection: sqlite3.Connection, seconds: float) -> Iterator[Callable[..., list[tuple]]]:
+    """Function that runs a statement, within `seconds` for all."""
+    end_s = time.monotonic() + seconds
 
     def matches(pattern: str, text: str | None) -> bool:
-        left_s = end_s - time.monotonic()
-        return text is not None and left_s > 0 and _compiled(pattern).search(text, timeout=left_s) is not None
+        """Match with a deadline, and without the GIL, so that others are served meanwhile."""
+        left_s = max(0.001, end_s - time.monotonic())
+        return text is not None and _compiled(pattern).search(text, timeout=left_s, concurrent=True) is not None
 
     connection.create_function("matches", 2, matches, deterministic=True)
     connection.create_aggregate("spread", 1, _Spread)  # pyrefly: ignore[bad-argument-type]
@@ -371,8 +372,8 @@ def _limited(connection: sqlite3.Connection) -> Iterator[Callable[..., list[tupl
     try:
         yield lambda sql, values=(): connection.execute(sql, values).fetchall()
     except sqlite3.OperationalError as error:
-        if time.monotonic() <= end_s:
+        if time.monotonic() < end_s:
             raise
-        raise BadQuery(f"the query took more than {_MOST_S:.0f} s: narrow it by steps, or by a longer text") from error
+        raise BadQuery(f"the query took more than {seconds:.2g} s: narrow it by steps, or by a longer text") from error
     finally:
         connection.set_progress_handler(None, 0)

@@ -179,6 +179,12 @@ def test_a_long_text_is_cut_around_what_was_looked_for(connection: sqlite3.Conne
     assert told(parse_query("people show told"), 10) == "x" * 10 + "…"
 
 
+def test_a_query_ends_when_its_time_is_over(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE people SET told = ?", ("a" * 60 + "b",))
+    with pytest.raises(BadQuery, match=r"took more than 0\.05 s: narrow it"):
+        answer(connection, TABLE, parse_query("people where told matches '(a|aa)+$'"), None, seconds=0.05)
+
+
 @pytest.mark.parametrize(
     ("query", "problem"),
     [

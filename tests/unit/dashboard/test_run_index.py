@@ -126,14 +126,39 @@ def test_the_log_has_events_and_lines_of_log_files(tmp_path: Path) -> None:
     assert [(row["time_s"], row["level"]) for row in rows] == [
         (BEGIN_S + 7, "info"),
         (BEGIN_S + 7, "error"),
-        (BEGIN_S + 7, "info"),
+        (BEGIN_S + 7, "error"),  # continues the line before
         (BEGIN_S + 7, "error"),
         (BEGIN_S + 8.5, "warning"),
     ]
-    assert rows[3]["text"] == "RuntimeError: out of memory"
+    assert [rows[2]["text"], rows[3]["text"]] == ["  \xff File", "RuntimeError: out of memory"]
     assert column(run, "logs where kind = worker_failed show worker") == ["rollout-2"]
     (run / "logs" / "actor.log").write_text("another file of this name\n")  # rotated
     assert column(run, "logs where worker = actor show text") == ["another file of this name"]
+
+
+def test_lines_without_a_time_have_that_of_a_sample_of_the_worker(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    for folder in ("logs", "machine"):
+        (run / folder).mkdir()
+    (run / "logs" / "rollout-2.1.log.1").write_text("zero\n")
+    (run / "logs" / "rollout-2.1.log").write_text("one\ntwo\n\nthree\n")
+    sizes = [(5, 0, 10.0), (0, 1, 20.0), (4, 1, 30.0), (8, 1, 40.0), (15, 1, 50.0)]
+    samples = [{"log_bytes": size, "log_turn": turn, "time_s": time_s} for size, turn, time_s in sizes]
+    text = "\n".join(json.dumps(sample) for sample in samples)
+    (run / "machine" / "rollout-2.1.jsonl").write_text(f"{text}\ndamaged\n[]\n")
+    rows = ask(run, "logs where worker = rollout-2.1 and kind = line order by time_s show time_s, text").rows
+    assert [(row["time_s"], row["text"]) for row in rows] == [(10, "zero"), (30, "one"), (40, "two"), (50, "three")]
+
+
+def test_an_index_without_trigrams_scans_texts(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    index_of(tmp_path / "run")
+    with sqlite3.connect(tmp_path / "run" / "index.sqlite") as connection:
+        connection.execute("DROP TABLE answer_words")
+        connection.execute("DROP TABLE prompt_words")
+    connection.close()
+    run = small_run(tmp_path / "run")
+    assert ask(run, 'episodes where answer contains "the ANSWER is" and prompt contains "plus zero"').num_rows == 708
 
 
 def test_the_index_follows_a_run_as_it_goes_on(tmp_path: Path) -> None:
@@ -197,7 +222,11 @@ def test_damaged_files_are_skipped(tmp_path: Path) -> None:
     (run / "rollouts" / "step_000002.parquet").write_bytes(b"PAR1 no")
     with (run / "events.jsonl").open("ab") as file:
         file.write(b'{"kind":"step_done"\n{"kind":"of tomorrow","time_s":1}\n[]\n')
-    assert ask(run, "episodes where step < 3").num_rows == 5 * 4
+    lines = groups_in(run / "rollouts" / "step_000003.parquet")
+    (run / "rollouts" / "step_000003.parquet").unlink()
+    lines[0]["episodes"][0]["num_tool_calls"] = 2**64 - 1
+    write_lines(run / "rollouts" / "step_000003.jsonl", lines)
+    assert ask(run, "episodes where step < 4").num_rows == 2 * 5 * 4
     assert ask(run, "steps").num_rows == 30
 
 
@@ -262,6 +291,14 @@ def test_the_table_of_runs_has_configuration_keys_and_metrics(tmp_path: Path) ->
     ]
     assert [row["reward_std"] for row in rows] == [0.0, 0.0]
     assert rows[0]["reward_mean"] == pytest.approx(ask(tmp_path, "runs").rows[0]["reward"])
+
+
+def test_a_configuration_of_foreign_origin_is_listed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    with (run / "config.resolved.yaml").open("a") as file:
+        file.write(f'odd: {{half: "\\ud800", large: {10**40}, "a\\"b": 1, none: null, list: [1, 2]}}\n')
+    (row,) = ask(tmp_path, "runs show odd.half, odd.large, odd.list, id").rows
+    assert row == {"odd.half": "?", "odd.large": str(10**40), "odd.list": "[1, 2]", "id": "run"}
 
 
 def test_short_lists_of_the_pages_are_tables_too(small: Path) -> None:
