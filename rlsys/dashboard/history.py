@@ -139,10 +139,10 @@ class EventHistory:
             case StepDone(step=step, metrics=metrics):
                 if step <= self.step:  # resumed without a start event
                     self.columns.forget_after(step - 1)
-                self.columns.put(step, metrics)
+                self.columns.put(step, metrics, time_s - (self.first_s or time_s))
                 self.step = step
             case EvalDone(step=step, metrics=metrics):
-                self.columns.put(step, metrics)
+                self.columns.put(step, metrics, time_s - (self.first_s or time_s))
             case WorkerFailed():
                 self.failure = event
             case RolledBack(total_steps=total) if self.started is not None:

@@ -92,7 +92,7 @@ def _summary(answer: RunAnswer) -> Iterator[Html]:
         "Began": _moment(run.started_s),
         "Last wrote": _moment(run.updated_s),
         "Time of a step": "" if run.step_s is None else f"{short(run.step_s)} s, median of the last 20",
-        "Mean reward of the last step": "" if run.reward is None else short(run.reward),
+        "Mean reward of the last 20 steps": "" if run.reward is None else short(run.reward),
         "Start-up": ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in answer.phases.items()),
         "Engines": "; ".join(f"{worker}: {engine}" for worker, engine in answer.engines.items()),
         "Lines that could not be read": str(answer.num_corrupt) if answer.num_corrupt else "",

@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from rlsys.dashboard.event_decoding import WHOLE
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.queries import MOST_OPENED, Readings
+from rlsys.dashboard.responses import Axis
 from rlsys.dashboard.security import refused
 from rlsys.dashboard.stream import Changes, TooManyPages
 from rlsys.errors import RlsysError
@@ -71,8 +72,11 @@ def _runs(readings: Readings) -> APIRouter:
         run: Run,
         name: Annotated[list[Name], Query(max_length=500)],
         points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
+        x: Axis = "step",
+        from_x: Annotated[float | None, Query(alias="from", allow_inf_nan=False)] = None,
+        to_x: Annotated[float | None, Query(alias="to", allow_inf_nan=False)] = None,
     ) -> Answer:
-        return Answer(readings.series(run, name, points))
+        return Answer(readings.series(run, name, points, x, (from_x, to_x)))
 
     @get("/metrics")
     def metrics(run: Run) -> Answer:

@@ -24,6 +24,7 @@ from rlsys.dashboard.pending_groups import ledger
 from rlsys.dashboard.responses import (
     AlertRule,
     AlertsAnswer,
+    Axis,
     Change,
     ClusterAnswer,
     CompareAnswer,
@@ -99,9 +100,18 @@ class Readings:
             begin = max(0, end - limit)
             return LogAnswer(log[begin:end][::-1], begin or None)
 
-    def series(self, run: str, names: Sequence[str], points: int = 1000) -> SeriesAnswer:
+    def series(
+        self,
+        run: str,
+        names: Sequence[str],
+        points: int = 1000,
+        x: Axis = "step",
+        stretch: tuple[float | None, float | None] = (None, None),
+    ) -> SeriesAnswer:
         with self._open(run) as opened:
-            return SeriesAnswer(opened.history.columns.series(names, points))
+            columns = opened.history.columns
+            axis = columns.axis(x)
+            return SeriesAnswer(columns.series(names, points, axis, stretch), "step" if axis is None else x)
 
     def metrics(self, run: str) -> MetricsAnswer:
         with self._open(run) as opened:

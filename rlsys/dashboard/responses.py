@@ -37,7 +37,9 @@ class RunSummary:
     eta_s: float | None
     """Estimated seconds left; only for status `running`."""
     reward: float | None
-    """Mean reward of its last step."""
+    """Mean reward of its last 20 steps."""
+    curve: Sequence[float | None]
+    """Mean reward over its steps, reduced to the points of a small curve."""
     last_error: str | None
     """Error that ended it, or the last failure of a worker."""
     num_alerts: int
@@ -96,6 +98,10 @@ class LogAnswer:
     next_before: int | None
 
 
+Axis = Literal["step", "time", "tokens", "samples"]
+"""Unit in which a chart counts steps: seconds since the run began, or trained tokens or episodes, summed up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """One metric over steps, reduced to the points of a chart, with extremes preserved."""
@@ -106,17 +112,22 @@ class Series:
     steps: Sequence[int]
     values: Sequence[float | None]
     num_points: int
-    """Points before the reduction."""
+    """Points of the stretch before the reduction."""
+    xs: Sequence[float] | None = None
+    """Steps counted as `SeriesAnswer.x` says; None: `x` is `step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesAnswer:
-    """`/api/series?run=&name=&name=&points=`: one series for each requested name that the run reported, in order.
+    """`/api/series?run=&name=&name=&points=&x=&from=&to=`: one series for each requested name that the run reported.
 
-    A name may end in `*`, such as `eval/*` or `reward/by/*`, to match all names with that prefix.
+    A name may end in `*`, such as `eval/*` or `reward/by/*`, to match all names with that prefix. With `from` or `to`
+    only the points of that stretch of x are answered, so a shorter stretch has a finer resolution.
     """
 
     series: Sequence[Series]
+    x: Axis = "step"
+    """Unit of x: the requested one, or `step` if the run does not record what that needs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 
 from rlsys.dashboard.configs import RunConfig
 from rlsys.dashboard.folders import RunFolder
@@ -13,6 +13,7 @@ from rlsys.dashboard.responses import RunSummary, Status
 from rlsys.monitoring.alerts import Alert
 
 _STEPS = 20
+_CURVE = 40
 _LEAST_SILENCE_S = 60.0
 _SILENT_STEPS = 10
 _START_UP_S = 600.0
@@ -29,7 +30,7 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
     """Summarise a run as of `now_s`."""
     status, step_s = _status(folder, history, config, now_s), _step_s(history)
     total = _total_steps(history, config)
-    reward = history.columns.last("reward/mean")
+    rewards = history.columns.last("reward/mean", _STEPS)
     left = None if total is None or step_s is None else max(0, total - history.step) * step_s
     return RunSummary(
         id=folder.id,
@@ -43,7 +44,8 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
         updated_s=history.last_s,
         step_s=step_s,
         eta_s=left if status == "running" else None,
-        reward=reward[-1] if reward else None,
+        reward=fmean(rewards) if rewards else None,
+        curve=[value for series in history.columns.series(["reward/mean"], _CURVE) for value in series.values],
         last_error=_last_error(history),
         num_alerts=len(open_alerts(history, config, now_s)),
     )

@@ -68,7 +68,9 @@ def test_a_finished_run_is_summed_up_in_a_line(runs: Path) -> None:
     (row,) = Readings(runs).runs().runs
     assert (row.id, row.status, row.model, row.algorithm) == ("small", "finished", "models/tiny-4", "grpo")
     assert (row.step, row.total_steps, row.step_s, row.eta_s) == (30, 30, 2.0, None)
-    assert row.reward == pytest.approx(Readings(runs).series("small", ["reward/mean"]).series[0].values[-1])
+    rewards = Readings(runs).series("small", ["reward/mean"]).series[0].values
+    assert row.reward == pytest.approx(sum(r for r in rewards[-20:] if r is not None) / 20), "not one noisy step"
+    assert row.curve == rewards
     assert row.last_error == "rollout-2 while rolling out group 58: the process ended with SIGKILL"
 
 
@@ -279,6 +281,28 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
     assert (points[4567], points[8910], points[5000]) == (100.0, -7.0, None)
     assert {0, 9999} <= set(series.steps)
     assert series.steps == sorted(series.steps)
+
+
+def test_a_stretch_of_a_series_is_answered_at_full_resolution() -> None:
+    columns = SeriesColumns()
+    for step in range(10_000):
+        columns.put(step, {"loss": step}, since_s=2.0 * step)
+    (whole,) = columns.series(["loss"], 100)
+    (part,) = columns.series(["loss"], 100, stretch=(500, 560))
+    (timed,) = columns.series(["loss"], 100, columns.axis("time"), (1000.0, 1120.0))
+    assert len(whole.steps) < 200 and whole.num_points == 10_000
+    assert part.steps == timed.steps == list(range(500, 561))
+    assert timed.xs == [2.0 * step for step in range(500, 561)]
+
+
+def test_steps_are_counted_by_the_tokens_they_trained() -> None:
+    columns = SeriesColumns()
+    assert columns.axis("tokens") is None, "no step told its speed"
+    for step in (1, 2, 3):
+        columns.put(step, {"loss": 0.5, "perf/tokens_per_s": 100.0, "time/step": 2.0})
+    columns.put(0, {"eval/held_out/mean": 0.1})
+    (loss, held_out) = columns.series(["loss", "eval/held_out/mean"], 100, columns.axis("tokens"))
+    assert (loss.xs, held_out.xs) == ([200.0, 400.0, 600.0], [0.0])
 
 
 def test_the_later_value_of_a_step_wins_in_any_order() -> None:
