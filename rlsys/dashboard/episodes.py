@@ -59,8 +59,8 @@ def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
     )
 
 
-def episode_answer(record: RolloutRecord, episode: int, run_dir: Path) -> EpisodeAnswer:
-    """Describe one episode, token by token. Raises `NoSuch`."""
+def episode_answer(record: RolloutRecord, episode: int, run_dir: Path | None) -> EpisodeAnswer:
+    """Describe one episode, token by token; `run_dir` is None for one that was not trained. Raises `NoSuch`."""
     if not 0 <= episode < len(record.episodes):
         raise NoSuch(f"group {record.group_id} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
     trajectories = record.episodes[episode].trajectories
@@ -75,7 +75,7 @@ def episode_answer(record: RolloutRecord, episode: int, run_dir: Path) -> Episod
         parts=record.parts[episode],
         reward=trajectories[0].reward,
         trajectories=[_trajectory(record, episode, t) for t in range(len(trajectories))],
-        replay=f"rlsys replay {shlex.quote(as_text(run_dir))} --step {record.step}",
+        replay=f"rlsys replay {shlex.quote(as_text(run_dir))} --step {record.step}" if run_dir else "",
     )
 
 

@@ -110,12 +110,20 @@ def _rollouts(readings: Readings) -> APIRouter:
         return Answer(readings.groups(run, step, page, show, q))
 
     @get("/group")
-    def group(run: Run, step: Whole, group_id: Whole) -> Answer:
-        return Answer(readings.group(run, step, group_id))
+    def group(run: Run, step: Whole, group_id: Whole, dataset: Name = "") -> Answer:
+        return Answer(readings.group(run, step, group_id, dataset))
 
     @get("/episode")
-    def episode(run: Run, step: Whole, group_id: Whole, episode: Whole) -> Answer:
-        return Answer(readings.episode(run, step, group_id, episode))
+    def episode(run: Run, step: Whole, group_id: Whole, episode: Whole, dataset: Name = "") -> Answer:
+        return Answer(readings.episode(run, step, group_id, episode, dataset))
+
+    @get("/evaluations")
+    def evaluations(run: Run) -> Answer:
+        return Answer(readings.evaluations(run))
+
+    @get("/evaluation")
+    def evaluation(run: Run, dataset: Name, step: Whole, page: Whole = 0) -> Answer:
+        return Answer(readings.evaluation(run, dataset, step, page))
 
     @get("/task")
     def task(run: Run, task: Name) -> Answer:

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import TracebackType
 
 from rlsys.dashboard.configs import RunConfig, changed_at, read_config
-from rlsys.dashboard.folders import EVENTS, METRICS, RunFolder
+from rlsys.dashboard.folders import EVALUATIONS, EVENTS, METRICS, RunFolder
 from rlsys.dashboard.history import EventHistory
+from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.rollout_files import RolloutFiles
 from rlsys.dashboard.rollout_listing import Lists
 
@@ -26,7 +27,9 @@ class OpenedRun:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.config = RunConfig()
-        self.rollouts = RolloutFiles(folder)
+        self.rollouts = RolloutFiles(folder, "rollouts")
+        self._samples: dict[str, RolloutFiles] = {}
+        """Samples of evaluations, by data set."""
         self._config_at = (-1, -1)
         self._lock = threading.Lock()
         self._summarising: threading.Thread | None = None
@@ -45,6 +48,20 @@ class OpenedRun:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._lock.release()
+
+    def datasets(self) -> list[str]:
+        """Data sets with evaluations on disk, by name."""
+        return self.folder.folders(EVALUATIONS)
+
+    def rollouts_of(self, dataset: str) -> RolloutFiles:
+        """Samples of the evaluations on a data set; empty: rollouts of training. Raises `NoSuch`."""
+        if not dataset:
+            return self.rollouts
+        if dataset not in self._samples:
+            if dataset not in self.datasets():
+                raise NoSuch(f"no evaluation on {dataset!r:.200} is on disk; `/api/evaluations` lists those that are")
+            self._samples[dataset] = RolloutFiles(self.folder, EVALUATIONS, dataset)
+        return self._samples[dataset]
 
     def _look(self) -> None:
         """Process new data. If alert thresholds changed or files were replaced, read everything again."""

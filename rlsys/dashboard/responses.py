@@ -199,6 +199,43 @@ class GroupsAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """One evaluation of a version."""
+
+    dataset: str
+    step: int
+    """Optimizer steps behind the evaluated weights."""
+    scores: Mapping[str, float | None]
+    """Measure -> value, such as `mean`, `pass@4` and `failed_frac`, see `eval/{dataset}/*` in metrics.md."""
+    failures: Mapping[str, float]
+    """Reason for which samples failed -> number of them."""
+    seconds: float | None
+    has_samples: bool
+    """True if the samples were written: `/api/evaluation` lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationsAnswer:
+    """`/api/evaluations?run=`: every evaluation, newest first."""
+
+    evaluations: Sequence[EvaluationRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationAnswer:
+    """`/api/evaluation?run=&dataset=&step=&page=`: the tasks of an evaluation whose samples were written, 50 per page.
+
+    `/api/group` and `/api/episode` take the same `dataset` and `step`.
+    """
+
+    dataset: str
+    step: int
+    groups: Sequence[GroupRow]
+    num_groups: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
     """One episode in the list of its group."""
 
@@ -223,7 +260,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAnswer:
-    """`/api/group?run=&step=&group_id=`: the episodes of one task."""
+    """`/api/group?run=&step=&group_id=&dataset=`: the episodes of one task, of an evaluation if `dataset` is given."""
 
     step: int
     group_id: int
@@ -285,7 +322,7 @@ class TrajectoryAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeAnswer:
-    """`/api/episode?run=&step=&group_id=&episode=`"""
+    """`/api/episode?run=&step=&group_id=&episode=&dataset=`, see `GroupAnswer`."""
 
     step: int
     group_id: int
@@ -299,7 +336,7 @@ class EpisodeAnswer:
     trajectories: Sequence[TrajectoryAnswer]
     """The root first."""
     replay: str
-    """Command that computes its step again."""
+    """Command that computes its step again; empty for an episode of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

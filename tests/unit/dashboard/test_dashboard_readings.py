@@ -18,6 +18,7 @@ from rlsys.dashboard.responses import Bottleneck, ClusterAnswer, Lane
 from rlsys.dashboard.series import SeriesColumns
 from rlsys.monitoring.events import (
     ACTIVITIES,
+    EvalDone,
     GroupDropped,
     GroupIssued,
     GroupPlaced,
@@ -34,7 +35,7 @@ from rlsys.monitoring.events import (
 from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.histories import BEGIN_S, History, Shape, big_run, small_run
 from tests.planted import BOTTLENECK, STALE_REPLICA, planted_run
-from tests.rollouts import damage, lines_of, write_lines
+from tests.rollouts import damage, lines_of, rollouts, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -644,3 +645,28 @@ def test_threads_may_read_concurrently_while_the_run_continues(history: History)
         thread.join()
     assert failed == []
     assert readings.change("run").step == 13
+
+
+def test_samples_of_an_evaluation_open_like_training_episodes(history: History) -> None:
+    history.emit(
+        EvalDone(
+            3, "held_out", "", 4.0, {"eval/held_out/mean": 0.5, "eval/held_out/failed_frac": 0.25}, {"no judge": 1.0}
+        )
+    )
+    rollouts(history.folder / "evaluations/held_out/step_000003.parquet", (1.0, 0.0, None, 1.0), step=3)
+    readings = readings_of(history)
+    (row,) = readings.evaluations("run").evaluations
+    assert (row.scores, row.failures, row.has_samples) == ({"mean": 0.5, "failed_frac": 0.25}, {"no judge": 1.0}, True)
+    answer = readings.evaluation("run", "held_out", 3)
+    assert [(group.task_id, group.num_failed) for group in answer.groups] == [("t0", 0), ("t1", 1)]
+    group = readings.group("run", 3, 1, "held_out")
+    assert (group.previous_group_id, group.next_group_id, group.episodes[0].reason) == (0, None, "no judge")
+    episode = readings.episode("run", 3, 1, 1, "held_out")
+    assert (episode.reward, episode.replay) == (1.0, "")
+
+
+@pytest.mark.parametrize("dataset", ["..", "../rollouts", "hard", "/etc"])
+def test_only_data_sets_of_the_run_have_samples(history: History, dataset: str) -> None:
+    (history.folder / "evaluations/held_out").mkdir(parents=True)
+    with pytest.raises(NoSuch, match="no evaluation on"):
+        readings_of(history).evaluation("run", dataset, 3)
