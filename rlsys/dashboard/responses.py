@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlsys.monitoring.alerts import Alert
-from rlsys.types import Json
+from rlsys.types import EpisodeSpan, Json
 
 Status = Literal["starting", "running", "silent", "finished", "interrupted", "failed"]
 """`silent`: no event for long, and no end event; the run was killed, or is stuck."""
@@ -249,6 +249,8 @@ class EpisodeRow:
     """Components of its reward."""
     num_tokens: int
     num_turns: int
+    seconds: float | None
+    """From its start to its end; None if not recorded."""
     agents: Sequence[str]
     """Names of its agents, the root first."""
     num_tool_calls: int
@@ -299,6 +301,9 @@ class TurnAnswer:
     """`left_out`: its trajectory has no advantage, or a correction masked it."""
     versions: Sequence[int]
     finish: str
+    start_s: float | None
+    """Seconds from the start of the episode; None if not recorded."""
+    seconds: float | None
     tool_calls: Sequence[Mapping[str, Json]]
     """Calls found in `text`: `name`, `arguments`."""
 
@@ -333,6 +338,11 @@ class EpisodeAnswer:
     answer: str | None
     parts: Mapping[str, float]
     reward: float | None
+    began_s: float | None
+    """Start, on the clock of the replica; None if not recorded."""
+    seconds: float | None
+    timeline: Sequence[EpisodeSpan]
+    """Turns, tool calls and environments by start; empty if not recorded."""
     trajectories: Sequence[TrajectoryAnswer]
     """The root first."""
     replay: str

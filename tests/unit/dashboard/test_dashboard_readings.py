@@ -32,7 +32,8 @@ from rlsys.monitoring.events import (
     WorkerBusy,
     WorkerFailed,
 )
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
+from rlsys.types import EpisodeSpan
 from tests.histories import BEGIN_S, History, Shape, big_run, small_run
 from tests.planted import BOTTLENECK, STALE_REPLICA, planted_run
 from tests.rollouts import damage, lines_of, rollouts, write_lines
@@ -670,3 +671,18 @@ def test_only_data_sets_of_the_run_have_samples(history: History, dataset: str) 
     (history.folder / "evaluations/held_out").mkdir(parents=True)
     with pytest.raises(NoSuch, match="no evaluation on"):
         readings_of(history).evaluation("run", dataset, 3)
+
+
+def test_an_episode_has_the_timeline_that_was_recorded(history: History) -> None:
+    path = rollouts(history.folder / "rollouts/step_000003.parquet", (1.0, 0.0), step=3)
+    (record,) = read_rollouts(path)
+    spans = (EpisodeSpan("turn", "", 0, 0.25, 1.5), EpisodeSpan("environment", "step", 0, 1.75, 2.0))
+    timed = replace(record.episodes[0], began_s=BEGIN_S, spans=spans)
+    write_rollouts(path, [replace(record, episodes=(timed, record.episodes[1]))])
+    readings = readings_of(history)
+    episode = readings.episode("run", 3, 0, 0)
+    assert (episode.began_s, episode.seconds, tuple(episode.timeline)) == (BEGIN_S, 3.75, spans)
+    assert (episode.trajectories[0].turns[0].start_s, episode.trajectories[0].turns[0].seconds) == (0.25, 1.5)
+    untimed = readings.episode("run", 3, 0, 1)
+    assert (untimed.seconds, untimed.trajectories[0].turns[0].seconds, list(untimed.timeline)) == (None, None, [])
+    assert [row.seconds for row in readings.group("run", 3, 0).episodes] == [3.75, None]
