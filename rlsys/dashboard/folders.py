@@ -42,6 +42,18 @@ class RunFolder:
         path = self.path.joinpath(*parts)
         return _folders(path) if Path(os.path.realpath(path)).is_relative_to(self.root) else []
 
+    def files(self, *parts: str, ending: str) -> list[str]:
+        """Names of the plain files of a folder in the run that end so, without links; see `folders`."""
+        path = self.path.joinpath(*parts)
+        try:
+            if not Path(os.path.realpath(path)).is_relative_to(self.root):
+                return []
+            with os.scandir(path) as entries:
+                names = [e.name for e in entries if e.name.endswith(ending) and e.is_file(follow_symlinks=False)]
+        except OSError:
+            return []
+        return sorted(name for name in names if as_text(name) == name)
+
     @property
     def is_run(self) -> bool:
         """True if the folder has a file that runs write."""

@@ -91,6 +91,21 @@ def _runs(readings: Readings) -> APIRouter:
     ) -> Answer:
         return Answer(readings.cluster(run, from_s, to_s, width))
 
+    @get("/machine")
+    def machine(run: Run, points: Annotated[int, Query(ge=2, le=10_000)] = 500) -> Answer:
+        return Answer(readings.machine(run, points))
+
+    @get("/logs")
+    def logs(
+        run: Run,
+        worker: Annotated[list[Name] | None, Query(max_length=500)] = None,
+        level: str = "debug",
+        q: Name = "",
+        page: Whole = 0,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    ) -> Answer:
+        return Answer(readings.logs(run, worker or (), level, q, page, limit))
+
     @get("/ledger")
     def ledger(run: Run) -> Answer:
         return Answer(readings.ledger(run))

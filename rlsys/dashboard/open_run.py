@@ -10,6 +10,7 @@ from rlsys.dashboard.configs import RunConfig, changed_at, read_config
 from rlsys.dashboard.folders import EVALUATIONS, EVENTS, METRICS, RunFolder
 from rlsys.dashboard.history import EventHistory
 from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.rollout_files import RolloutFiles
 from rlsys.dashboard.rollout_listing import Lists
 
@@ -28,6 +29,7 @@ class OpenedRun:
         self.folder = folder
         self.config = RunConfig()
         self.rollouts = RolloutFiles(folder, "rollouts")
+        self.machine = MachineUse(folder)
         self._samples: dict[str, RolloutFiles] = {}
         """Samples of evaluations, by data set."""
         self._config_at = (-1, -1)

@@ -35,6 +35,7 @@ from rlsys.dashboard.responses import (
     GroupsAnswer,
     LedgerAnswer,
     LogAnswer,
+    MachineAnswer,
     MetricsAnswer,
     RunAnswer,
     RunsAnswer,
@@ -42,10 +43,12 @@ from rlsys.dashboard.responses import (
     SeriesAnswer,
     TaskAnswer,
     TasksAnswer,
+    WorkerLogsAnswer,
 )
 from rlsys.dashboard.rollout_listing import neighbours
 from rlsys.dashboard.run_preview import Glimpses
 from rlsys.dashboard.summary import open_alerts, summary, summary_of_several
+from rlsys.dashboard.worker_logs import logs_answer
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
@@ -168,6 +171,26 @@ class Readings:
         with self._open(run) as opened:
             bound = opened.config.int_of("asynchrony.max_staleness")
             return cluster(opened.history, bound, window(opened.history, from_s, to_s), width)
+
+    def machine(self, run: str, points: int = 500) -> MachineAnswer:
+        """Use of processors, memory, GPUs and networks by every worker and node."""
+        with self._open(run) as opened:
+            opened.machine.look()
+            return opened.machine.answer(points)
+
+    def logs(
+        self,
+        run: str,
+        workers: Sequence[str] = (),
+        level: str = "debug",
+        q: str = "",
+        page: int = 0,
+        limit: int = 200,
+    ) -> WorkerLogsAnswer:
+        """Output of the workers."""
+        with self._open(run) as opened:
+            opened.machine.look()
+            return logs_answer(opened.folder, opened.machine, workers, level, q, page, limit)
 
     def ledger(self, run: str) -> LedgerAnswer:
         """Pending groups; for an ended or silent run, as of its last event."""

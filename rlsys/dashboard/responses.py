@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rlsys.monitoring.alerts import Alert
 from rlsys.types import EpisodeSpan, Json
@@ -514,6 +514,71 @@ class PendingRow:
     """Reason of the last reissue."""
     is_overdue: bool
     """True if it takes far longer than other groups."""
+
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogLine:
+    """A line of a worker's output."""
+
+    time_s: float
+    """At most a few seconds after it was written; the clock is that of the worker's node."""
+    worker: str
+    level: LogLevel
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogsAnswer:
+    """`/api/logs?run=&worker=&level=&q=&page=&limit=`: output of these workers, or of all, newest line first.
+
+    Only lines of at least `level` that match the regular expression `q`, of the last 1 MiB of each file.
+    """
+
+    lines: Sequence[WorkerLogLine]
+    num_lines: int
+    page: int
+    workers: Sequence[str]
+    """All that have a log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRow:
+    """Last sample of a worker; a value that it does not have is null."""
+
+    worker: str
+    host: str
+    pid: int
+    seen_s: float
+    cpu: float | None
+    """Busy cores."""
+    memory: float | None
+    """Bytes."""
+    gpu: float | None
+    """Busy share."""
+    gpu_memory: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSeries:
+    """One number over time; null where it is not known."""
+
+    name: str
+    unit: str
+    help: str
+    times_s: Sequence[float]
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineAnswer:
+    """`/api/machine?run=&points=`: use of the machines by every worker and node. The names of series are in metrics.md,
+    under `machine/` and `node/`."""
+
+    workers: Sequence[MachineRow]
+    series: Sequence[TimeSeries]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
