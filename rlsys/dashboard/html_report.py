@@ -155,7 +155,7 @@ def _evaluations(readings: Readings, run: str) -> Iterator[Html]:
     if columns:
         yield h("h2", "Evaluations")
     for dataset, measures in columns.items():
-        measures.sort(key=lambda one: not _is_score(one))
+        measures.sort(key=lambda one: (not _is_score(one), not one.name.endswith("/failed_frac")))
         values = [dict(zip(one.steps, one.values, strict=True)) for one in measures]
         steps = sorted({step for one in measures for step in one.steps})[-_MOST_ROWS:]
         rows = [(str(step), *(short(value.get(step)) for value in values)) for step in steps]

@@ -73,6 +73,11 @@ class SeriesColumns:
         column = self._columns.get(name)
         return [] if column is None else [v for v in column.values[-count:] if not isnan(v)]
 
+    def outline(self, name: str, points: int) -> list[float | None]:
+        """Values of a metric, thinned to about `points`; empty if there is none."""
+        column = self._columns.get(name)
+        return [] if column is None else [_finite(column.values[i]) for i in thinned(column.values, points)]
+
     def sum_since(self, name: str, step: int) -> float:
         """Sum of a metric over the steps after `step`; steps without it count as 0."""
         column = self._columns.get(name)

@@ -13,7 +13,7 @@ from rlsys.dashboard.responses import RunSummary, Status
 from rlsys.monitoring.alerts import Alert
 
 _STEPS = 20
-_CURVE = 40
+_POINTS = 40
 _LEAST_SILENCE_S = 60.0
 _SILENT_STEPS = 10
 _START_UP_S = 600.0
@@ -45,7 +45,7 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
         step_s=step_s,
         eta_s=left if status == "running" else None,
         reward=fmean(rewards) if rewards else None,
-        curve=[value for series in history.columns.series(["reward/mean"], _CURVE) for value in series.values],
+        rewards=history.columns.outline("reward/mean", _POINTS),
         last_error=_last_error(history),
         num_alerts=len(open_alerts(history, config, now_s)),
     )

@@ -34,6 +34,8 @@ const PARENTS = {
   alerts: "overview",
   log: "overview",
   config: "overview",
+  evaluations: "overview",
+  tables: "overview",
   group: "groups",
   episode: "group",
   task: "tasks",
@@ -202,10 +204,10 @@ function drawShell(now) {
 }
 
 function up(place) {
-  const parent = PARENTS[place.view];
+  const parent = place.view === "group" && place.query.has("dataset") ? "evaluations" : PARENTS[place.view];
   if (!parent) return null;
   if (parent === "runs") return link("runs", null);
-  const keep = parent === "group" ? ["step", "group_id"] : parent === "groups" ? ["step"] : [];
+  const keep = parent === "group" ? ["step", "group_id", "dataset"] : parent === "groups" ? ["step"] : place.view === "group" ? ["step", "dataset"] : [];
   return link(parent, place.run, Object.fromEntries(keep.map((name) => [name, place.query.get(name)])));
 }
 

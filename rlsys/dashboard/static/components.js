@@ -183,7 +183,7 @@ export function taskName(run, task) {
   return html`<a href=${link("task", run.summary.id, { task })} data-testid="task-link" title="This task over time">${task}</a>`;
 }
 
-/** The place of a group, and of one of its episodes if `episode` is given. */
-export function rollout(run, { step, group_id, episode }) {
-  return link(episode === undefined ? "group" : "episode", run, { step, group_id, episode });
+/** The place of a group, and of one of its episodes if `episode` is given; of an evaluation on `dataset` if there is one. */
+export function rollout(run, { step, group_id, episode, dataset }) {
+  return link(episode === undefined ? "group" : "episode", run, { step, group_id, episode, dataset });
 }

@@ -11,12 +11,14 @@ const TABS = [
   ["overview", "Overview"],
   ["groups", "Groups"],
   ["tasks", "Tasks"],
+  ["evaluations", "Evaluations"],
   ["cluster", "Cluster"],
   ["ledger", "Ledger"],
   ["alerts", "Alerts"],
   ["log", "Log"],
   ["config", "Configuration"],
 ];
+/** The tab that a view belongs to. */
 const WITHIN = { group: "groups", episode: "groups", task: "tasks" };
 const LOST = { lost: "Connection lost, trying again", gone: "This run is gone" };
 const ENDED = new Set(["finished", "interrupted", "failed"]);
@@ -24,7 +26,7 @@ const ENDED = new Set(["finished", "interrupted", "failed"]);
 /** The bar on top: `now` as in `app.js`. */
 export function header(now, { up, togglePause, showHelp, redraw }) {
   const { place, run } = now;
-  const here = WITHIN[place.view] ?? place.view;
+  const here = place.query.has("dataset") ? "evaluations" : (WITHIN[place.view] ?? place.view);
   return html`<div class="bar" key="bar">
       <a class="brand" href=${link("runs", null)} data-testid="to-runs">rlsys</a>
       ${run && html`<a class="run-name" href=${link("overview", place.run)} data-testid="run-name">${run.summary.name || run.summary.id}</a>`}
@@ -87,6 +89,7 @@ const HELP = [
   ["g o", "overview"],
   ["g g", "groups"],
   ["g t", "tasks"],
+  ["g v", "evaluations"],
   ["g c", "cluster"],
   ["g l", "ledger"],
   ["g a", "alerts"],

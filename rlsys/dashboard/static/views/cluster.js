@@ -6,6 +6,7 @@ import { Table, badge, empty, failure, fold, ofPolicies } from "../components.js
 import { count, date, duration, number, percent } from "../format.js";
 import { html, update } from "../html.js";
 import { sinceBegin } from "../lanes.js";
+import { machineOf, machineSection } from "../machine.js";
 import { barMark } from "../marks.js";
 import { link, note } from "../router.js";
 import { Swimlanes, lanesWidth, windowOf } from "../swimlanes.js";
@@ -35,10 +36,13 @@ export async function render(root, place, { signal, run }) {
   async function load(now) {
     run = now;
     const isNewest = newest();
-    const answer = await get("cluster", { run: place.run, from: window?.from, to: window?.to, width: lanesWidth() }, signal);
-    if (isNewest()) draw(answer);
+    const [answer, machine] = await Promise.all([
+      get("cluster", { run: place.run, from: window?.from, to: window?.to, width: lanesWidth() }, signal),
+      get("machine", { run: place.run }, signal),
+    ]);
+    if (isNewest()) draw(answer, machineOf(machine, answer.begin_s ?? 0));
   }
-  function draw(answer) {
+  function draw(answer, machine) {
     const head = html`<div key="head" class="head"><h1 data-testid="title">Cluster</h1></div>`;
     if (answer.begin_s === null) return update(root, head, empty("No worker has been heard of yet.", "This page fills once the run has started its workers."));
     const hasLanes = run.has_spans && answer.lanes.length > 0;
@@ -50,7 +54,8 @@ export async function render(root, place, { signal, run }) {
       <section key="replicas"><h2>Weights held by each replica</h2>${replicas(answer)}</section>
       ${answer.queue.length > 0 && html`<section key="queue"><h2>Queue depth</h2>
         <${Chart} id="queue" title="Groups in the pipe" unit="groups" x="time" sync="time" help=${QUEUE} lines=${queueLines(answer)} /></section>`}
-      <section key="restarts"><h2>Workers that failed</h2>${restarts(answer)}</section>`,
+      <section key="restarts"><h2>Workers that failed</h2>${restarts(place.run, answer)}</section>
+      ${machine && machineSection(machine)}`,
     );
   }
   await load(run);
@@ -132,7 +137,7 @@ function marks(replica) {
     ${replica.is_stale && badge("stale", "bad", "Further behind than the run allows")}${replica.is_loading && badge("taking in weights")}</span>`;
 }
 
-function restarts(answer) {
+function restarts(run, answer) {
   if (!answer.restarts.length) return html`<p class="muted" data-testid="no-restarts">No worker has failed.</p>`;
   const columns = [
     { label: "Worker", isHead: true, cell: (row) => row.worker },
@@ -140,6 +145,7 @@ function restarts(answer) {
     { label: "While", cell: (row) => row.phase },
     { label: "Back after", cell: (row) => (row.back_s === null ? badge("not back", "bad") : duration(row.back_s - row.failed_s)) },
     { label: "What it said", cell: (row) => html`<span class="detail">${row.detail}</span>` },
+    { label: "", cell: (row) => html`<a href=${link("log", run, { of: "workers", worker: row.worker })} data-testid="worker-log-link">its log</a>` },
   ];
   return html`<${Table} columns=${columns} rows=${answer.restarts} id="restarts" keyOf=${(row) => `${row.worker} ${row.failed_s}`} />`;
 }

@@ -4,10 +4,11 @@ import { agentTree } from "../agents.js";
 import { get } from "../api.js";
 import { legend, readingPicker } from "../colouring.js";
 import { CopyButton, figure, neighbour, rollout, taskName } from "../components.js";
-import { NONE, count, number } from "../format.js";
+import { NONE, count, duration, number } from "../format.js";
 import { html, update } from "../html.js";
 import { taskBox } from "../prompts.js";
 import { link, note } from "../router.js";
+import { timeline } from "../timeline.js";
 import { tokenTip } from "../tip.js";
 import { isRecorded, readingOf, scaleOf } from "../tokens.js";
 import { conversation } from "../turns.js";
@@ -16,7 +17,7 @@ export const title = "Episode";
 
 export async function render(root, place, { signal, run }) {
   const { query } = place;
-  const asked = { step: query.get("step"), group_id: query.get("group_id"), episode: query.get("episode") ?? 0 };
+  const asked = { step: query.get("step"), group_id: query.get("group_id"), episode: query.get("episode") ?? 0, dataset: query.get("dataset") };
   const answer = await get("episode", { run: place.run, ...asked }, signal);
   const shown = { agent: Number(query.get("agent") ?? 0), by: query.get("by") ?? "logprob" };
   if (!answer.trajectories[shown.agent]) shown.agent = 0;
@@ -41,7 +42,7 @@ export async function render(root, place, { signal, run }) {
     tip.hide();
     update(
       root,
-      html`${head(run, answer)}${facts(answer)}${taskBox(answer, false)}
+      html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, false)}${timeline(answer)}
       <div class=${isTree ? "talk-and-tree" : null}>
         ${isTree && html`<div class="side"><h2>Agents</h2>${agentTree(answer.trajectories, shown.agent, (agent) => change({ agent }))}</div>`}
         <div class="talk"><div class="colours">
@@ -54,8 +55,8 @@ export async function render(root, place, { signal, run }) {
   draw();
 }
 
-function head(run, answer) {
-  const group = { step: answer.step, group_id: answer.group_id };
+function head(run, answer, dataset) {
+  const group = { step: answer.step, group_id: answer.group_id, dataset };
   const to = (episode) => (episode >= 0 && episode < answer.num_episodes ? rollout(run.summary.id, { ...group, episode }) : null);
   const all = answer.num_episodes === 1 ? "Its group" : `All ${count(answer.num_episodes, "episode")} side by side`;
   return html`<div class="head"><h1 data-testid="title">Episode ${answer.episode} of ${taskName(run, answer.task_id)}</h1><span class="space"></span>
@@ -64,13 +65,14 @@ function head(run, answer) {
       ${neighbour("previous", "Previous", to(answer.episode - 1))}${neighbour("next", "Next", to(answer.episode + 1))}</nav></div>`;
 }
 
-function facts(answer) {
+function facts(answer, dataset) {
   const root = answer.trajectories[0];
   return html`<dl class="figures">${figure("Reward", number(answer.reward), { id: "reward" })}
       ${Object.entries(answer.parts).map(([name, value]) => figure(`of it: ${name}`, number(value), { id: `part-${name}` }))}
       ${figure("Advantage", root ? advantage(root) : NONE, { id: "advantage" })}
       ${figure("Outcome", root?.outcome ?? NONE, { note: root?.reason || null, id: "outcome" })}
-      ${figure("Trained by step", number(answer.step))}</dl>
+      ${answer.seconds !== null && figure("Took", duration(answer.seconds))}
+      ${dataset ? figure("Evaluation", `${dataset}, step ${answer.step}`) : figure("Trained by step", number(answer.step))}</dl>
     <div class="tools replay"><${CopyButton} label="Copy as JSON" text=${() => JSON.stringify(answer, null, 2)} id="copy-json" />
       ${answer.replay && html`<${CopyButton} label="Copy replay command" text=${answer.replay} id="copy-replay" />
         <code data-testid="replay" title="Computes its step again, offline, bit for bit">${answer.replay}</code>`}</div>`;

@@ -1,11 +1,13 @@
-/** What happened, in words, newest first. */
+/** What happened, in words, newest first: the events of the run, or the output of its workers. */
 
 import { get } from "../api.js";
 import { Table, empty, filterField } from "../components.js";
 import { date } from "../format.js";
 import { html, update } from "../html.js";
 import { continued, gap, indexed, joined } from "../loglines.js";
+import { link } from "../router.js";
 import { visible } from "../tokens.js";
+import { asking, workerLogs } from "../workerlogs.js";
 
 export const title = "Log";
 
@@ -13,7 +15,16 @@ const PAGE = 200;
 const MOST = 1000; // that the server gives at once
 const BAD = new Set(["worker_failed", "alert_raised", "signal_missing"]);
 
-export async function render(root, { run: id }, { signal }) {
+export async function render(root, { run: id, query }, { signal }) {
+  if (query.get("of") === "workers") {
+    const asked = asking(query);
+    const load = async () => {
+      const answer = await get("logs", { run: id, ...asked }, signal);
+      update(root, html`<h1 class="visually-hidden">Output of workers</h1>${which(id, true)}${workerLogs(id, answer, asked)}`);
+    };
+    await load();
+    return load;
+  }
   let held = []; // newest first, see loglines.js
   let isLoading = false;
   let sought = "";
@@ -27,7 +38,7 @@ export async function render(root, { run: id }, { signal }) {
     const rowClass = ({ kind }) => (BAD.has(kind) ? "bad" : null);
     update(
       root,
-      html`<div class="head" key="head"><h1 class="visually-hidden">Log</h1>
+      html`${which(id, false)}<div class="head" key="head"><h1 class="visually-hidden">Log</h1>
         ${filterField({ label: "Filter what is loaded", title: "Filter the log", value: sought, seek })}
         <span class="muted small" role="status">${`${lines.length} of ${held.length} lines${hasOlder ? ", there are older ones" : ""}`}</span></div>
       ${lines.length ? html`<${Table} columns=${COLUMNS} rows=${lines} id="log" keyOf=${({ index }) => index} rowClass=${rowClass} />` : none}
@@ -60,6 +71,11 @@ export async function render(root, { run: id }, { signal }) {
   }
   await refresh();
   return refresh;
+}
+
+function which(run, isOfWorkers) {
+  const way = (of, label, isHere) => html`<a class="button" href=${link("log", run, { of })} data-testid=${`log-${of ?? "events"}`} aria-current=${isHere ? "true" : null}>${label}</a>`;
+  return html`<nav key="which" class="tools which" aria-label="Logs">${way(null, "Events of the run", !isOfWorkers)}${way("workers", "Output of workers", isOfWorkers)}</nav>`;
 }
 
 const COLUMNS = [
