@@ -43,6 +43,8 @@ class EventHistory:
         self.alarms, self.spans = Alarms(thresholds), Spans(events)
         self.phases: dict[str, float] = {}
         """Phases of start-up and shutdown: name -> seconds."""
+        self.evaluations: dict[tuple[str, int], EvalDone] = {}
+        """By data set and step."""
         self.engines: dict[str, str] = {}
         """Worker -> engine and reason."""
         self.log: list[LogLine] = []
@@ -132,6 +134,7 @@ class EventHistory:
             case RunStarted(first_step=first):
                 self.started, self.ended, self.failure, self.step = event, None, None, first
                 self.columns.forget_after(first)
+                self.evaluations = {at: done for at, done in self.evaluations.items() if at[1] <= first}
             case PhaseDone(phase=phase, seconds=seconds):
                 self.phases[phase] = seconds
             case EngineChosen(worker=worker, engine=engine, reason=reason):
@@ -141,8 +144,9 @@ class EventHistory:
                     self.columns.forget_after(step - 1)
                 self.columns.put(step, metrics, time_s - (self.first_s or time_s))
                 self.step = step
-            case EvalDone(step=step, metrics=metrics):
+            case EvalDone(step=step, dataset=dataset, metrics=metrics):
                 self.columns.put(step, metrics, time_s - (self.first_s or time_s))
+                self.evaluations[dataset, step] = event
             case WorkerFailed():
                 self.failure = event
             case RolledBack(total_steps=total) if self.started is not None:

@@ -98,6 +98,21 @@ def _runs(readings: Readings, tables: Tables) -> APIRouter:
     ) -> Answer:
         return Answer(readings.cluster(run, from_s, to_s, width))
 
+    @get("/machine")
+    def machine(run: Run, points: Annotated[int, Query(ge=2, le=10_000)] = 500) -> Answer:
+        return Answer(readings.machine(run, points))
+
+    @get("/logs")
+    def logs(
+        run: Run,
+        worker: Annotated[list[Name] | None, Query(max_length=500)] = None,
+        level: str = "debug",
+        q: Name = "",
+        page: Whole = 0,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    ) -> Answer:
+        return Answer(readings.logs(run, worker or (), level, q, page, limit))
+
     @get("/ledger")
     def ledger(run: Run) -> Answer:
         return Answer(readings.ledger(run))
@@ -117,12 +132,20 @@ def _rollouts(readings: Readings) -> APIRouter:
         return Answer(readings.groups(run, step, page, show, q))
 
     @get("/group")
-    def group(run: Run, step: Whole, group_id: Whole) -> Answer:
-        return Answer(readings.group(run, step, group_id))
+    def group(run: Run, step: Whole, group_id: Whole, dataset: Name = "") -> Answer:
+        return Answer(readings.group(run, step, group_id, dataset))
 
     @get("/episode")
-    def episode(run: Run, step: Whole, group_id: Whole, episode: Whole) -> Answer:
-        return Answer(readings.episode(run, step, group_id, episode))
+    def episode(run: Run, step: Whole, group_id: Whole, episode: Whole, dataset: Name = "") -> Answer:
+        return Answer(readings.episode(run, step, group_id, episode, dataset))
+
+    @get("/evaluations")
+    def evaluations(run: Run) -> Answer:
+        return Answer(readings.evaluations(run))
+
+    @get("/evaluation")
+    def evaluation(run: Run, dataset: Name, step: Whole, page: Whole = 0) -> Answer:
+        return Answer(readings.evaluation(run, dataset, step, page))
 
     @get("/task")
     def task(run: Run, task: Name) -> Answer:

@@ -274,7 +274,9 @@ def _evaluations(connection: sqlite3.Connection, between: tuple[int, int] | None
 
 def _logs(connection: sqlite3.Connection, between: tuple[int, int] | None) -> QueryTable:
     columns = {
-        "time_s": QueryColumn("time", "Its time; of a line without one, that of the line before.", "time_s"),
+        "time_s": QueryColumn(
+            "time", "Its time; of a line of a log file, that of the next sample of its worker, every 5 s.", "time_s"
+        ),
         "level": QueryColumn("text", "`debug`, `info`, `warning` or `error`.", "level"),
         "worker": QueryColumn("text", "Worker that it is from or about; empty: the run.", "worker"),
         "kind": QueryColumn("text", "Kind of the event; `line` for a line of a log file.", "kind"),

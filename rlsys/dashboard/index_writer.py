@@ -12,11 +12,13 @@ from pathlib import Path
 
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
 from rlsys.dashboard.folders import EVENTS, METRICS, RunFolder, as_text, size_of
-from rlsys.dashboard.index_events import IndexedEvents
-from rlsys.dashboard.index_logs import ENDINGS, put_log
+from rlsys.dashboard.index_events import PUT_LOG, IndexedEvents
 from rlsys.dashboard.index_rollouts import IndexedEpisode, IndexedFile, indexed_file
+from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.run_files import Tail
 from rlsys.dashboard.spans import PREFIX
+from rlsys.dashboard.worker_logs import lines_in
+from rlsys.monitoring.machine_samples import LOGS
 from rlsys.replay.recorded_rollouts import step_in
 
 _PART_BYTES = 2**22
@@ -25,6 +27,8 @@ _PART_S = 0.3
 """Seconds of reading files of rollouts for a transaction."""
 _HEAD_BYTES = 256
 """First bytes of a file of lines, which tell it from another file of its name."""
+_LOG, _BEFORE = ".log", ".1"
+"""Endings of a log, and of the part before it began anew."""
 
 _GROUPS = """
 INSERT OR IGNORE INTO groups (
@@ -68,8 +72,9 @@ class IndexWriter:
     The database notes how far each file is read, so that several processes can write in turn.
     """
 
-    def __init__(self, connection: sqlite3.Connection, folder: RunFolder) -> None:
-        self._connection, self._folder = connection, folder
+    def __init__(self, connection: sqlite3.Connection, folder: RunFolder, machine: MachineUse) -> None:
+        """`machine`: samples of the run's workers, which tell when the lines of their logs were written."""
+        self._connection, self._folder, self._machine = connection, folder, machine
         self._has_words = bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'answer_words'").fetchall())
         self._num_bytes = 0
         """Bytes of events and rollouts."""
@@ -137,13 +142,20 @@ class IndexWriter:
         return num_corrupt
 
     def _put_log(self, name: str, data: bytes, begin: int) -> int:
-        put_log(self._connection, self._folder, name, data, begin)
+        self._machine.look()
+        file = Path(name).name
+        worker = file.removesuffix(_BEFORE).removesuffix(_LOG)
+        turn = self._machine.log_turn(worker) - file.endswith(_BEFORE)
+        written_s = _stamp(self._folder.path / name)[1] / 1e9
+        lines = lines_in(data, begin, worker, turn, self._machine, written_s)
+        rows = ((name, line.time_s, line.level, worker, "line", line.text) for line in lines)
+        self._connection.executemany(PUT_LOG, rows)
         return 0
 
     def _log_names(self) -> list[str]:
         """Names of log files in the run's folder."""
-        names = (entry.name for entry in _entries(self._folder.path / "logs"))
-        return [f"logs/{name}" for name in names if name.endswith(ENDINGS)]
+        names = (entry.name for entry in _entries(self._folder.path / LOGS))
+        return [f"{LOGS}/{name}" for name in names if name.endswith((_LOG, _LOG + _BEFORE))]
 
     def _rollouts(self, listed: Sequence[_Listed]) -> Iterator[None]:
         """Write files that are new or were replaced, and delete the rows of those that are gone."""

@@ -135,7 +135,7 @@ def replicas_table(connection: sqlite3.Connection, replicas: Sequence[ReplicaRow
 
 def failures_table(connection: sqlite3.Connection, failures: Sequence[RestartRow]) -> QueryTable:
     """Make the table of failures of workers."""
-    return _listed(connection, "failures", "Failures of workers.", _FAILURES, failures, "failed_s")
+    return _listed(connection, "worker_failures", "Failures of workers.", _FAILURES, failures, "failed_s")
 
 
 def _listed(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from rlsys.dashboard.cluster_view import cluster, window
 from rlsys.dashboard.configs import differences
 from rlsys.dashboard.episodes import episode_answer, group_answer
+from rlsys.dashboard.evaluations import evaluation_answer, evaluation_row, newest_first
 from rlsys.dashboard.folders import RunFolder, all_runs, as_text, find_run
 from rlsys.dashboard.open_run import OpenedRun
 from rlsys.dashboard.pending_groups import ledger
@@ -30,10 +31,13 @@ from rlsys.dashboard.responses import (
     ClusterAnswer,
     CompareAnswer,
     EpisodeAnswer,
+    EvaluationAnswer,
+    EvaluationsAnswer,
     GroupAnswer,
     GroupsAnswer,
     LedgerAnswer,
     LogAnswer,
+    MachineAnswer,
     MetricsAnswer,
     RunAnswer,
     RunsAnswer,
@@ -41,9 +45,12 @@ from rlsys.dashboard.responses import (
     SeriesAnswer,
     TaskAnswer,
     TasksAnswer,
+    WorkerLogsAnswer,
 )
+from rlsys.dashboard.rollout_listing import neighbours
 from rlsys.dashboard.run_preview import Glimpses
 from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
+from rlsys.dashboard.worker_logs import logs_answer
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
@@ -150,14 +157,32 @@ class Readings:
         with self._open(run) as opened:
             return opened.lists.step(step, page, show, q)
 
-    def group(self, run: str, step: int, group_id: int) -> GroupAnswer:
+    def evaluations(self, run: str) -> EvaluationsAnswer:
+        """Every evaluation."""
         with self._open(run) as opened:
-            record = opened.rollouts.record(step, group_id)
-            return group_answer(record, opened.lists.beside(step, group_id))
+            samples = {name: opened.rollouts_of(name) for name in opened.datasets()}
+            done = newest_first(opened.history.evaluations.values())
+            return EvaluationsAnswer([evaluation_row(one, samples.get(one.dataset)) for one in done])
 
-    def episode(self, run: str, step: int, group_id: int, episode: int) -> EpisodeAnswer:
+    def evaluation(self, run: str, dataset: str, step: int, page: int = 0) -> EvaluationAnswer:
+        """Tasks of one evaluation."""
         with self._open(run) as opened:
-            return episode_answer(opened.rollouts.record(step, group_id), episode, opened.folder.path)
+            return evaluation_answer(opened.rollouts_of(dataset), dataset, step, page)
+
+    def group(self, run: str, step: int, group_id: int, dataset: str = "") -> GroupAnswer:
+        """A group trained by a step, or a task of the evaluation of that version on a data set."""
+        with self._open(run) as opened:
+            rollouts = opened.rollouts_of(dataset)
+            record = rollouts.record(step, group_id)
+            near = neighbours(rollouts.group_ids(step), group_id) if dataset else opened.lists.beside(step, group_id)
+            return group_answer(record, near)
+
+    def episode(self, run: str, step: int, group_id: int, episode: int, dataset: str = "") -> EpisodeAnswer:
+        """An episode of `group`."""
+        with self._open(run) as opened:
+            record = opened.rollouts_of(dataset).record(step, group_id)
+            is_replayable = not dataset and opened.is_replayable(record)
+            return episode_answer(record, episode, opened.folder.path if is_replayable else None)
 
     def task(self, run: str, task: str) -> TaskAnswer:
         with self._open(run) as opened:
@@ -174,6 +199,26 @@ class Readings:
         with self._open(run) as opened:
             bound = opened.config.int_of("asynchrony.max_staleness")
             return cluster(opened.history, bound, window(opened.history, from_s, to_s), width)
+
+    def machine(self, run: str, points: int = 500) -> MachineAnswer:
+        """Use of processors, memory, GPUs and networks by every worker and node."""
+        with self._open(run) as opened:
+            opened.machine.look()
+            return opened.machine.answer(points)
+
+    def logs(
+        self,
+        run: str,
+        workers: Sequence[str] = (),
+        level: str = "debug",
+        q: str = "",
+        page: int = 0,
+        limit: int = 200,
+    ) -> WorkerLogsAnswer:
+        """Output of the workers."""
+        with self._open(run) as opened:
+            opened.machine.look()
+            return logs_answer(opened.folder, opened.machine, workers, level, q, page, limit)
 
     def ledger(self, run: str) -> LedgerAnswer:
         """Pending groups; for an ended or silent run, as of its last event."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.index_schema import INDEXED, STORED, VERSION, WORDS
 from rlsys.dashboard.index_writer import IndexWriter, transaction
+from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.query_language import TableQuery
 from rlsys.dashboard.query_sql import QueryPage, QueryTable, answer
 from rlsys.errors import RlsysError
@@ -42,6 +43,7 @@ class RunIndex:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        self._machine = MachineUse(folder)
         self._lock = threading.Lock()
         self.share = 0.0
         """Share of the run's bytes that the index covers, at the last update."""
@@ -67,7 +69,7 @@ class RunIndex:
         end_s = time.monotonic() + seconds
         try:
             with self._connected() as connection:
-                writer = IndexWriter(connection, self._folder)
+                writer = IndexWriter(connection, self._folder, self._machine)
                 is_done = all(time.monotonic() < end_s for _ in writer.work())
                 self.share = 1.0 if is_done else writer.share()
                 return is_done

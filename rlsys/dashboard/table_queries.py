@@ -44,7 +44,7 @@ class Tables:
             "alerts": lambda connection, run: alerts_table(connection, self._readings.alerts(run).alerts),
             "pending": lambda connection, run: pending_table(connection, self._readings.ledger(run).pending),
             "replicas": lambda connection, run: replicas_table(connection, self._readings.cluster(run).replicas),
-            "failures": lambda connection, run: failures_table(connection, self._readings.cluster(run).restarts),
+            "worker_failures": lambda connection, run: failures_table(connection, self._readings.cluster(run).restarts),
         }
 
     def prepare(self, run: str) -> None:

@@ -298,6 +298,7 @@ class TrainingJob:
     async def train_in_cluster(self, stopping: Stopping) -> None:
         """Look everything up, join or start a cluster, train there."""
         from workers.ray import cluster as ray_cluster
+        from workers.ray import vitals
 
         this = asyncio.current_task()
         assert this is not None
@@ -315,7 +316,8 @@ class TrainingJob:
                     async with cluster.watch.during(self._emit_loss, self._end_stuck):
                         ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
                         link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
-                        await self.train(data, interruptible)
+                        with vitals.of_run(self.config.run_dir):
+                            await self.train(data, interruptible)
                     self.result.steps = min(run.result.steps for run in self.runs.values())
                 except ClusterLost as lost:
                     self._note_saved(lost)

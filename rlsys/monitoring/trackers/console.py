@@ -126,12 +126,13 @@ def note_of(event: events.Event) -> str | None:
 
 
 def _measured(dataset: str, metrics: Mapping[str, float]) -> str:
-    """`mean 0.713 ± 0.021, pass@1 0.713, pass@4 0.902`."""
+    """`mean 0.713 ± 0.021, pass@1 0.713, pass@4 0.902, failed 2 %`."""
     values = {name.removeprefix(f"eval/{dataset}/"): value for name, value in metrics.items()}
     interval = f" ± {values['mean_ci95']:.3f}" if "mean_ci95" in values else ""
     passes = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("pass@")]
     means = [f"mean {values['mean']:.3f}{interval}"] if "mean" in values else []  # files of another version may lack it
-    return ", ".join([*means, *passes])
+    failed = [f"failed {values['failed_frac']:.1%}"] if values.get("failed_frac") else []
+    return ", ".join([*means, *passes, *failed])
 
 
 def duration(seconds: float) -> str:

@@ -97,6 +97,7 @@ def test_an_evaluation_is_a_row_of_metrics_of_its_own(tmp_path: Path) -> None:
         "hash": "ab",
         "seconds": 1.5,
         "metrics": {"eval/hard/mean": 0.5},
+        "failures": {},
     }
     sink.close()
 
