@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
+from rlsys.dashboard.failures import Failures
 from rlsys.dashboard.groups import Groups
 from rlsys.dashboard.replicas import Replicas
 from rlsys.dashboard.responses import LogLine
@@ -40,6 +41,7 @@ class EventHistory:
     def __init__(self, events: Path | None, metrics: Path | None, thresholds: Mapping[str, float | None]) -> None:
         """A path of None: the file does not exist. `thresholds`: of alerts, see `Alarms`."""
         self.columns, self.groups, self.replicas = SeriesColumns(), Groups(), Replicas()
+        self.failures = Failures()
         self.alarms, self.spans = Alarms(thresholds), Spans(events)
         self.phases: dict[str, float] = {}
         """Phases of start-up and shutdown: name -> seconds."""
@@ -123,6 +125,7 @@ class EventHistory:
             (own, self._hear),
             (Groups.HEARS, self.groups.observe),
             (Replicas.HEARS, self.replicas.observe),
+            (Failures.HEARS, self.failures.observe),
             ((RunStarted, StepDone, RolledBack, RunEnded), self.alarms.observe),
         ):
             for kind in kinds:

@@ -113,6 +113,10 @@ def _runs(readings: Readings, tables: Tables) -> APIRouter:
     ) -> Answer:
         return Answer(readings.logs(run, worker or (), level, q, page, limit))
 
+    @get("/failures")
+    def failures(run: Run) -> Answer:
+        return Answer(readings.failures(run))
+
     @get("/ledger")
     def ledger(run: Run) -> Answer:
         return Answer(readings.ledger(run))

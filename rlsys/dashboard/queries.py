@@ -33,6 +33,7 @@ from rlsys.dashboard.responses import (
     EpisodeAnswer,
     EvaluationAnswer,
     EvaluationsAnswer,
+    FailuresAnswer,
     GroupAnswer,
     GroupsAnswer,
     LedgerAnswer,
@@ -219,6 +220,11 @@ class Readings:
         with self._open(run) as opened:
             opened.machine.look()
             return logs_answer(opened.folder, opened.machine, workers, level, q, page, limit)
+
+    def failures(self, run: str) -> FailuresAnswer:
+        """Why episodes of training failed."""
+        with self._open(run) as opened:
+            return opened.history.failures.answer()
 
     def ledger(self, run: str) -> LedgerAnswer:
         """Pending groups; for an ended or silent run, as of its last event."""

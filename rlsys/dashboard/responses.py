@@ -593,6 +593,32 @@ class MachineAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRow:
+    """Reason for which episodes of training failed."""
+
+    reason: str
+    """Text of the exception or of the failed check, cut to 2,000 characters."""
+    num_episodes: int
+    first_s: float
+    last_s: float
+    last_group_id: int
+    last_task_id: str
+    """Group and task of the last such episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailuresAnswer:
+    """`/api/failures?run=`: why episodes of training failed, the most frequent reason first.
+
+    Those of evaluations are in `/api/evaluations`."""
+
+    failures: Sequence[FailureRow]
+    num_failed: int
+    num_episodes: int
+    """Failed or scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAnswer:
     """`/api/ledger?run=`: pending groups with their workers and ages, oldest first."""
 

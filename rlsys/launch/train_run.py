@@ -219,7 +219,8 @@ class PolicyRun:
         """Open all that writes to its run directory, which must exist. `policy`: its name, if there are several."""
         result, events = TrainResult(str(config.run_dir)), Events([JsonlSink(config.run_dir)])
         if progress:
-            events.attach(ConsoleSink(config.run.steps, policy=policy))
+            run_dir = "" if policy else config.run_dir
+            events.attach(ConsoleSink(config.run.steps, policy=policy, run_dir=run_dir))
         events.attach(Summary(result, events, began))
         for plugin in config.tracking:
             events.attach(InThread(plugin, facts_of(config)))
@@ -260,7 +261,7 @@ class TrainingJob:
         if not config.policies:
             return cls(config, runs, runs[POLICY].events, runs[POLICY].result, began)
         result = TrainResult(str(config.run_dir), policies={name: run.result for name, run in runs.items()})
-        shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0)] if progress else [])])
+        shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0, run_dir=config.run_dir)] if progress else [])])
         shared.attach(Summary(result, shared, began))
         return cls(config, runs, shared, result, began)
 

@@ -24,6 +24,7 @@ from rlsys.monitoring.events import (
     GroupPlaced,
     GroupReissued,
     GroupRolledOut,
+    GroupScored,
     PhaseDone,
     ReplicaSeen,
     RunStarted,
@@ -724,3 +725,16 @@ def test_an_episode_has_the_timeline_that_was_recorded(history: History) -> None
     untimed = readings.episode("run", 3, 0, 1)
     assert (untimed.seconds, untimed.trajectories[0].turns[0].seconds, list(untimed.timeline)) == (None, None, [])
     assert [row.seconds for row in readings.group("run", 3, 0).episodes] == [3.75, None]
+
+
+def test_failed_episodes_are_counted_by_the_text_of_their_exception(history: History) -> None:
+    before = readings_of(history).failures("run")
+    for group_id, failures in (
+        (901, {"KeyError: 'x'": 2.0}),
+        (902, {"KeyError: 'x'": 1.0, "took longer than 5 s": 1.0}),
+    ):
+        history.emit(GroupScored(group_id, f"task-{group_id}", (None, None, 1.0), failures))
+    answer = readings_of(history).failures("run")
+    shown = [(row.reason, row.num_episodes, row.last_group_id, row.last_task_id) for row in answer.failures]
+    assert shown == [("KeyError: 'x'", 3, 902, "task-902"), ("took longer than 5 s", 1, 902, "task-902")]
+    assert (answer.num_failed, answer.num_episodes - before.num_episodes) == (4, 6)
