@@ -1,6 +1,6 @@
 """HTTP server of the dashboard: the addresses of `rlsys.dashboard.responses`, and the files of the pages.
 
-The server only reads the files of a run, and cannot affect the run.
+The server only reads the files of a run, beside which it keeps an index, and cannot affect the run.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
+from shutil import disk_usage
 
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.index_schema import INDEXED, STORED, VERSION, WORDS
@@ -32,6 +33,9 @@ from rlsys.errors import RlsysError
 NAME = "index.sqlite"
 _LOCKED_S = 5.0
 """Seconds to wait for another process that writes the index."""
+
+_LEAST_FREE = 2**28
+"""Bytes of the disk below which the index does not grow."""
 
 
 class IndexProblem(RlsysError):
@@ -56,7 +60,7 @@ class RunIndex:
         if os.access(run, os.W_OK) and not any(Path(f"{own}{end}").is_symlink() for end in ("", "-journal", "-wal")):
             return own
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsys" / "indexes"
-        cache.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run may be private
         return cache / f"{blake2b(os.fsencode(run.resolve()), digest_size=16).hexdigest()}.sqlite"
 
     def update(self, seconds: float) -> bool:
@@ -68,6 +72,7 @@ class RunIndex:
             return False
         end_s = time.monotonic() + seconds
         try:
+            self._leave_room()
             with self._connected() as connection:
                 writer = IndexWriter(connection, self._folder, self._machine)
                 is_done = all(time.monotonic() < end_s for _ in writer.work())
@@ -99,6 +104,11 @@ class RunIndex:
             raise IndexProblem(f"the index {self.path} was damaged, and is being rebuilt: ask again") from error
         except OSError as error:
             raise IndexProblem(f"there is no place for an index: {error}; set XDG_CACHE_HOME to a folder") from error
+
+    def _leave_room(self) -> None:
+        """Raise `IndexProblem` if the disk is nearly full: what is left is for the run."""
+        if (free := disk_usage(self.path.parent).free) < _LEAST_FREE:
+            raise IndexProblem(f"the index {self.path} is not updated: the disk has only {free / 2**20:.0f} MiB left")
 
     def _delete(self) -> None:
         for end in ("", "-journal"):
