@@ -72,8 +72,8 @@ class RunIndex:
             return False
         end_s = time.monotonic() + seconds
         try:
-            self._leave_room()
             with self._connected() as connection:
+                self._leave_room()
                 writer = IndexWriter(connection, self._folder, self._machine)
                 is_done = all(time.monotonic() < end_s for _ in writer.work())
                 self.share = 1.0 if is_done else writer.share()
