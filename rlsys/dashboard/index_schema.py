@@ -226,7 +226,7 @@ def _tasks(connection: sqlite3.Connection, between: tuple[int, int] | None) -> Q
         identity=("task",),
         order_by=(Ordering("reward"),),
         searched=("task",),
-        step=None,
+        step="last_step",
     )
 
 

@@ -80,7 +80,7 @@ class QueryTable:
     searched: Sequence[str] = ()
     """Columns in which the search of a page looks."""
     step: str | None = "step"
-    """Column that `between` restricts; None if `source` does so itself, or the table has no steps."""
+    """Column that `between` restricts; None if there are no steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,9 @@ class _Compiler:
         parts: list[_Sql] = []
         if self.query.condition:
             parts.append(self._condition(self.query.condition))
-        if self.query.between and self.table.step:
+        if self.query.between:
+            if self.table.step is None:
+                raise BadQuery(f"`{self.table.name}` has no steps for `between`")
             parts.append((f"{self._column(self.table.step).sql} BETWEEN ? AND ?", self.query.between))
         if self.query.search:
             found = [self._contains(self._column(name), self.query.search) for name in self.table.searched]

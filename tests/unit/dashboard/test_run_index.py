@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.dashboard.folders import RunFolder
+from rlsys.dashboard.http_problems import BadQuery
 from rlsys.dashboard.index_followers import IndexFollowers
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.query_command import lines_of, query
@@ -304,6 +305,11 @@ def test_short_lists_of_the_pages_are_tables_too(small: Path) -> None:
     assert column(small, "pending where state = 'waits for a replica' order by group_id") == [180, 181, 182]
     assert len(column(small, "replicas where not is_stale")) == 4
     assert column(small, "alerts where until_step is empty") == []
+
+
+def test_tables_without_steps_refuse_some(small: Path) -> None:
+    with pytest.raises(BadQuery, match="`logs` has no steps"):
+        ask(small, "logs between 1 and 2")
 
 
 def test_every_table_is_described_with_its_columns(small: Path) -> None:
