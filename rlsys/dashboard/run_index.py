@@ -66,11 +66,11 @@ class RunIndex:
     def update(self, seconds: float) -> bool:
         """Add what the run has written, for about `seconds`. Returns True if nothing is left.
 
-        Does nothing while another thread or process updates the index. Raises `IndexProblem`.
+        Waits as long for another thread that updates the index. Raises `IndexProblem`.
         """
-        if not self._lock.acquire(blocking=False):
-            return False
         end_s = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=seconds):
+            return False
         try:
             with self._connected() as connection:
                 self._leave_room()

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from rlsys.dashboard.configs import RunConfig, changed_at, read_config
 from rlsys.dashboard.folders import RunFolder
-from rlsys.dashboard.http_problems import BadRequest
+from rlsys.dashboard.http_problems import BadQuery, BadRequest
 from rlsys.dashboard.index_followers import IndexFollowers
 from rlsys.dashboard.index_schema import INDEXED
 from rlsys.dashboard.listed_tables import (
@@ -63,7 +63,12 @@ class Tables:
             folder = self._readings.folder(run)
             return self._of_rows(lambda connection: self._listed[query.table](connection, folder.id), query, letters)
         index = self._indexes.current(self._readings.folder(run))
-        return _answer(query, index.answer(query, letters), index.share)
+        try:
+            return _answer(query, index.answer(query, letters), index.share)
+        except BadQuery as error:
+            if index.share == 1.0:
+                raise
+            raise BadQuery(f"{error} (the index covers {100 * index.share:.0f} % of the run so far)") from error
 
     def tables(self, run: str | None) -> TablesAnswer:
         """Every table with its columns."""
