@@ -20,9 +20,11 @@ from starlette.staticfiles import StaticFiles
 from rlsys.dashboard.event_decoding import WHOLE
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.queries import MOST_OPENED, Readings
+from rlsys.dashboard.query_language import MOST_LETTERS, MOST_ROWS, parse_query
 from rlsys.dashboard.responses import Axis
 from rlsys.dashboard.security import refused
 from rlsys.dashboard.stream import Changes, TooManyPages
+from rlsys.dashboard.table_queries import Tables, query_of
 from rlsys.errors import RlsysError
 
 STATIC = Path(__file__).parent / "static"
@@ -43,16 +45,16 @@ class Answer(Response):
         return orjson.dumps(content, default=dict)
 
 
-def app_of(readings: Readings, changes: Changes) -> FastAPI:
+def app_of(readings: Readings, tables: Tables, changes: Changes) -> FastAPI:
     """All addresses. `rlsys.dashboard.security.Guard` checks access before this app."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=_HANDLERS)
-    for router in (_runs(readings), _rollouts(readings), _stream(changes)):
+    for router in (_runs(readings, tables), _rollouts(readings), _tables(tables), _stream(changes)):
         app.include_router(router, prefix="/api")
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
 
 
-def _runs(readings: Readings) -> APIRouter:
+def _runs(readings: Readings, tables: Tables) -> APIRouter:
     router, get = _router()
 
     @get("/runs")
@@ -61,6 +63,7 @@ def _runs(readings: Readings) -> APIRouter:
 
     @get("/run")
     def one(run: Run) -> Answer:
+        tables.prepare(run)
         return Answer(readings.run(run))
 
     @get("/log")
@@ -151,6 +154,49 @@ def _rollouts(readings: Readings) -> APIRouter:
     @get("/tasks")
     def tasks(run: Run, q: Name = "", page: Whole = 0) -> Answer:
         return Answer(readings.tasks(run, q, page))
+
+    return router
+
+
+def _tables(tables: Tables) -> APIRouter:
+    router, get = _router()
+
+    @get("/tables")
+    def all_tables(run: Run | None = None) -> Answer:
+        return Answer(tables.tables(run))
+
+    @get("/query")
+    def query(q: Annotated[str, Query(max_length=MOST_LETTERS)], run: Run | None = None) -> Answer:
+        return Answer(tables.answer(run, parse_query(q)))
+
+    @get("/table")
+    def table(
+        table: Name,
+        run: Run | None = None,
+        condition: Annotated[str, Query(alias="filter", max_length=MOST_LETTERS)] = "",
+        search: Name = "",
+        order: Name = "",
+        show: Name = "",
+        group: Name = "",
+        from_step: Annotated[Whole | None, Query(alias="from")] = None,
+        to_step: Annotated[Whole | None, Query(alias="to")] = None,
+        offset: Whole = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 50,
+    ) -> Answer:
+        is_part = from_step is not None or to_step is not None
+        between = (from_step or 0, WHOLE if to_step is None else to_step) if is_part else None
+        asked = query_of(
+            table,
+            condition=condition,
+            search=search,
+            order=order,
+            show=show,
+            group=group,
+            between=between,
+            limit=limit,
+            offset=offset,
+        )
+        return Answer(tables.answer(run, asked))
 
     return router
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rlsys.dashboard.cluster_view import cluster, window
 from rlsys.dashboard.configs import differences
@@ -48,12 +49,21 @@ from rlsys.dashboard.responses import (
 )
 from rlsys.dashboard.rollout_listing import neighbours
 from rlsys.dashboard.run_preview import Glimpses
-from rlsys.dashboard.summary import open_alerts, summary, summary_of_several
+from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
 from rlsys.dashboard.worker_logs import logs_answer
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
 """Most runs kept in memory, least recently used evicted first: as many as can be compared."""
+
+
+class ListedRun(NamedTuple):
+    """Run in the list of runs."""
+
+    folder: RunFolder
+    summary: RunSummary
+    metrics: Mapping[str, float]
+    """Metric -> mean over its last 20 steps, or value of its last evaluation."""
 
 
 class Readings:
@@ -78,9 +88,16 @@ class Readings:
 
     def runs(self) -> RunsAnswer:
         """Every run, newest first."""
+        return RunsAnswer(as_text(self._root), [listed.summary for listed in self.runs_with_metrics()])
+
+    def runs_with_metrics(self) -> list[ListedRun]:
+        """Every run with its metrics, newest first."""
         found = [self._at_a_glance(folder) for folder in all_runs(self._root)]
-        found.sort(key=lambda row: row.started_s or 0.0, reverse=True)
-        return RunsAnswer(as_text(self._root), found)
+        return sorted(found, key=lambda listed: listed.summary.started_s or 0.0, reverse=True)
+
+    def folder(self, run: str) -> RunFolder:
+        """Folder of a run. Raises `NoSuch`."""
+        return find_run(self._root, run)
 
     def run(self, run: str) -> RunAnswer:
         with self._open(run) as opened:
@@ -238,13 +255,14 @@ class Readings:
                 self._opened.popitem(last=False)
         return opened
 
-    def _at_a_glance(self, folder: RunFolder) -> RunSummary:
-        """Summary of a run, without opening it if that would take long."""
+    def _at_a_glance(self, folder: RunFolder) -> ListedRun:
+        """Summary and metrics of a run, without opening it if that would take long."""
         glimpse = None if folder.id in self._opened else self._glimpses.of(folder)
         if glimpse is not None:
-            return summary(folder, glimpse.history, glimpse.config, self._now())
+            row = summary(folder, glimpse.history, glimpse.config, self._now())
+            return ListedRun(folder, row, glimpse.history.columns.recent(SUMMARY_STEPS))
         with self._open(folder.id) as opened:
-            return self._summary(opened)
+            return ListedRun(folder, self._summary(opened), opened.history.columns.recent(SUMMARY_STEPS))
 
     def _summary(self, opened: OpenedRun) -> RunSummary:
         """Summary of a run that was entered."""
@@ -254,4 +272,4 @@ class Readings:
 
     def _policies(self, folder: RunFolder) -> list[RunSummary]:
         """Summaries of the policies of a run. A policy is entered after its run, never before, to avoid a deadlock."""
-        return [self._at_a_glance(policy) for policy in folder.policies]
+        return [self._at_a_glance(policy).summary for policy in folder.policies]

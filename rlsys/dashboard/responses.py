@@ -37,9 +37,9 @@ class RunSummary:
     eta_s: float | None
     """Estimated seconds left; only for status `running`."""
     reward: float | None
-    """Mean reward of its last 20 steps."""
+    """Mean reward of its last 20 steps, because that of one step is noisy."""
     rewards: Sequence[float | None]
-    """Mean reward over its steps, reduced to the points of a small curve."""
+    """Mean reward over its steps, thinned to about 40 points, for a small chart."""
     last_error: str | None
     """Error that ended it, or the last failure of a worker."""
     num_alerts: int
@@ -630,6 +630,52 @@ class Change:
     revision: int
     step: int
     status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """Column of a table."""
+
+    name: str
+    kind: Literal["int", "float", "text", "bool", "time"]
+    """`time`: Unix seconds."""
+    help: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableAnswer:
+    """`/api/table?run=&table=&filter=&search=&order=&show=&group=&from=&to=&offset=&limit=` and `/api/query?run=&q=`:
+    rows of a table; see `rlsys.dashboard.query_language`."""
+
+    table: str
+    columns: Sequence[TableColumn]
+    """Columns to show, in order."""
+    rows: Sequence[Mapping[str, Json]]
+    """Column -> value, null if it is empty. Rows also have the columns that links need, such as `step`, `group_id` and
+    `episode`. Texts are cut to 200 characters around what was looked for."""
+    num_rows: int
+    """Rows on all pages."""
+    offset: int
+    indexed: float
+    """Share of the run that the index covers; below 1 while it is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableDescription:
+    """Table that can be queried."""
+
+    name: str
+    help: str
+    columns: Sequence[TableColumn]
+    shown: Sequence[str]
+    """Columns shown by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class TablesAnswer:
+    """`/api/tables?run=`: every table with its columns; without `run`, only the table of runs."""
+
+    tables: Sequence[TableDescription]
 
 
 @dataclass(frozen=True, slots=True)

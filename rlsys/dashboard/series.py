@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from math import isnan
+from statistics import fmean
 
 from rlsys.dashboard.responses import Axis, MetricName, Series
 from rlsys.monitoring.metric_catalog import Metric, metric_of
@@ -72,6 +73,11 @@ class SeriesColumns:
         """Last finite values of a metric, oldest first."""
         column = self._columns.get(name)
         return [] if column is None else [v for v in column.values[-count:] if not isnan(v)]
+
+    def recent(self, count: int) -> dict[str, float]:
+        """Mean of each metric over its last `count` finite values; of evaluations, the last value."""
+        found = ((name, self.last(name, 1 if name.startswith("eval/") else count)) for name in self._columns)
+        return {name: fmean(values) for name, values in found if values}
 
     def outline(self, name: str, points: int) -> list[float | None]:
         """Values of a metric, thinned to about `points`; empty if there is none."""

@@ -12,7 +12,8 @@ from rlsys.dashboard.history import EventHistory
 from rlsys.dashboard.responses import RunSummary, Status
 from rlsys.monitoring.alerts import Alert
 
-_STEPS = 20
+SUMMARY_STEPS = 20
+"""Last steps over which a summary is made."""
 _POINTS = 40
 _LEAST_SILENCE_S = 60.0
 _SILENT_STEPS = 10
@@ -30,7 +31,7 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
     """Summarise a run as of `now_s`."""
     status, step_s = _status(folder, history, config, now_s), _step_s(history)
     total = _total_steps(history, config)
-    rewards = history.columns.last("reward/mean", _STEPS)
+    rewards = history.columns.last("reward/mean", SUMMARY_STEPS)
     left = None if total is None or step_s is None else max(0, total - history.step) * step_s
     return RunSummary(
         id=folder.id,
@@ -87,7 +88,7 @@ def _status(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
 
 def _step_s(history: EventHistory) -> float | None:
     """Median seconds of its last steps."""
-    times_s = history.columns.last("time/step", _STEPS)
+    times_s = history.columns.last("time/step", SUMMARY_STEPS)
     return median(times_s) if times_s else None
 
 

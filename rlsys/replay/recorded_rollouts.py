@@ -133,7 +133,7 @@ def _table(record: RolloutRecord) -> pa.Table:
     import pyarrow as pa
 
     schema, size = _schema(sorted(record.columns)), len(record.episodes)
-    rows = [_row(record, e) for e in range(size)]
+    rows = [episode_row(record, e) for e in range(size)]
     lists = [_lists(record, e) for e in range(size)]
     columns = []
     for field in schema:
@@ -172,8 +172,8 @@ def _list_column(rows: Sequence[Sequence[Sequence[Any]]], kind: pa.DataType) -> 
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
 
 
-def _row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
-    """Return the other columns of an episode."""
+def episode_row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
+    """Return the columns of an episode that are not lists."""
     episode, task = record.episodes[e], record.task
     root = episode.trajectories[0]
     prompt = (
