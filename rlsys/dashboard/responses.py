@@ -37,9 +37,9 @@ class RunSummary:
     eta_s: float | None
     """Estimated seconds left; only for status `running`."""
     reward: float | None
-    """Mean reward of its last 20 steps."""
+    """Mean reward of its last 20 steps, because that of one step is noisy."""
     rewards: Sequence[float | None]
-    """Mean reward over its steps, reduced to the points of a small curve."""
+    """Mean reward over its steps, thinned to about 40 points, for a small chart."""
     last_error: str | None
     """Error that ended it, or the last failure of a worker."""
     num_alerts: int

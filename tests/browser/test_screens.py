@@ -40,6 +40,9 @@ VIEWS = {
     "alerts": ("alerts", "planted", {}),
     "log": ("log", "small", {}),
     "config": ("config", "small", {}),
+    "evaluations": ("evaluations", "small", {}),
+    "tables": ("tables", "small", {"table": "episodes", "filter": "reward < 0.5", "order": "length desc"}),
+    "worker log": ("log", "small", {"of": "workers"}),
     "components": ("components", None, {}),
 }
 _READABLE = (Path(__file__).parent / "readable.js").read_text()

@@ -204,7 +204,8 @@ function drawShell(now) {
 }
 
 function up(place) {
-  const parent = place.view === "group" && place.query.has("dataset") ? "evaluations" : PARENTS[place.view];
+  const isEvaluated = place.view === "group" && place.query.has("dataset");
+  const parent = isEvaluated ? "evaluations" : place.run === null && place.view !== "runs" ? "runs" : PARENTS[place.view];
   if (!parent) return null;
   if (parent === "runs") return link("runs", null);
   const keep = parent === "group" ? ["step", "group_id", "dataset"] : parent === "groups" ? ["step"] : place.view === "group" ? ["step", "dataset"] : [];

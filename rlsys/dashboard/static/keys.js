@@ -17,6 +17,7 @@ export const PLACES = {
   c: "cluster",
   l: "ledger",
   a: "alerts",
+  x: "tables",
   e: "log",
   f: "config",
 };

@@ -16,6 +16,7 @@ const TABS = [
   ["ledger", "Ledger"],
   ["alerts", "Alerts"],
   ["log", "Log"],
+  ["tables", "Tables"],
   ["config", "Configuration"],
 ];
 /** The tab that a view belongs to. */
@@ -93,6 +94,7 @@ const HELP = [
   ["g c", "cluster"],
   ["g l", "ledger"],
   ["g a", "alerts"],
+  ["g x", "tables"],
   ["g e", "log of events"],
   ["g f", "configuration"],
   ["j k", "next, previous row; or step, where there are no rows"],

@@ -72,7 +72,7 @@ def test_a_finished_run_is_summed_up_in_a_line(runs: Path) -> None:
     assert (row.id, row.status, row.model, row.algorithm) == ("small", "finished", "models/tiny-4", "grpo")
     assert (row.step, row.total_steps, row.step_s, row.eta_s) == (30, 30, 2.0, None)
     rewards = Readings(runs).series("small", ["reward/mean"]).series[0].values
-    assert row.reward == pytest.approx(sum(r for r in rewards[-20:] if r is not None) / 20), "not one noisy step"
+    assert row.reward == pytest.approx(fmean(reward for reward in rewards[-20:] if reward is not None))
     assert row.rewards == rewards
     assert row.last_error == "rollout-2 while rolling out group 58: the process ended with SIGKILL"
 

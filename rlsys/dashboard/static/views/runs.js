@@ -4,6 +4,7 @@ import { get } from "../api.js";
 import { Table, badge, empty, filterField, sorted, status } from "../components.js";
 import { ago, date, duration, number } from "../format.js";
 import { html, update } from "../html.js";
+import { sparkline } from "../marks.js";
 import { go, link, note } from "../router.js";
 import { visible } from "../tokens.js";
 
@@ -25,6 +26,7 @@ export async function render(root, { query }, { signal }) {
       root,
       html`<div class="head" key="head"><h1>Runs</h1><code class="muted" data-testid="folder">${answer.folder}</code><span class="space"></span>
         ${filterField({ label: "Filter by name, model, status", title: "Filter runs", value: sought, seek })}
+        <a class="button" href=${link("tables", null)} data-testid="to-table" title="Configuration keys and metrics as columns, filters, groups by key with their mean and spread">Table</a>
         <button type="button" data-testid="compare" disabled=${chosen.size < 2} onclick=${compare}>${chosen.size < 2 ? "Compare: choose two or more" : `Compare ${chosen.size} runs`}</button></div>
       ${runs.length ? html`<${Table} columns=${all} rows=${runs} id="runs" keyOf=${(run) => run.id} sort=${sort} onSort=${sortBy} />` : none}`,
     );
@@ -74,6 +76,7 @@ const COLUMNS = [
   { label: "Algorithm", value: (run) => run.algorithm, cell: (run) => run.algorithm || null },
   { label: "Step", isNumber: true, value: (run) => run.step, cell: (run) => (run.total_steps ? `${number(run.step)} / ${number(run.total_steps)}` : number(run.step)) },
   { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", value: (run) => run.reward, cell: (run) => number(run.reward) },
+  { label: "Curve", title: "Reward over the steps", cell: (run) => sparkline(run.rewards) },
   { label: "Step time", isNumber: true, title: "Median of the last 20 steps", value: (run) => run.step_s, cell: (run) => duration(run.step_s) },
   { label: "Left", isNumber: true, title: "Until its last step, if it goes on like this", value: (run) => run.eta_s, cell: (run) => duration(run.eta_s) },
   { label: "Written", isNumber: true, title: "When it last wrote anything", value: (run) => run.updated_s, cell: (run) => html`<time title=${date(run.updated_s)}>${ago(run.updated_s)}</time>` },
