@@ -67,8 +67,6 @@ class QueryTable:
     help: str
     source: str
     """What stands behind FROM."""
-    parameters: tuple[int, ...] = ()
-    """Parameters of `source`."""
     key: str
     """Expression that is unique for each row."""
     columns: Mapping[str, QueryColumn]
@@ -127,20 +125,20 @@ class _Compiler:
         """Find the keys of the page first: sorting would otherwise move the texts of all rows."""
         table, query = self.table, self.query
         where, values = self._where()
-        source, given = f"FROM {table.source} WHERE {where}", (*table.parameters, *values)
+        source = f"FROM {table.source} WHERE {where}"
         orders, order_values = self._order()
         found = run(
             f"SELECT {table.key}, count(*) OVER () {source} ORDER BY {orders} LIMIT ? OFFSET ?",
-            (*given, *order_values, query.limit, query.offset),
+            (*values, *order_values, query.limit, query.offset),
         )
-        (_, num_rows), *_ = found or [(None, run(f"SELECT count(*) {source}", given)[0][0])]
+        (_, num_rows), *_ = found or [(None, run(f"SELECT count(*) {source}", values)[0][0])]
         names = self._shown()
         asked = {name: self._column(name) for name in dict.fromkeys((*names, *table.identity))}
         parts = ", ".join(column.sql for column in asked.values())
         marks = ", ".join("?" * len(found))
         rows = run(
             f"SELECT {table.key}, {parts} FROM {table.source} WHERE {table.key} IN ({marks})",
-            (*(p for c in asked.values() for p in c.parameters), *table.parameters, *(key for key, _ in found)),
+            (*(p for c in asked.values() for p in c.parameters), *(key for key, _ in found)),
         )
         by_key = {key: dict(zip(asked, _converted(asked, row), strict=True)) for key, *row in rows}
         return QueryPage({n: asked[n] for n in names}, [by_key[key] for key, _ in found if key in by_key], num_rows)
@@ -158,7 +156,7 @@ class _Compiler:
         grouped = (
             f"SELECT {', '.join(c.sql for c in columns.values())} FROM {table.source} WHERE {where} GROUP BY {keys}"
         )
-        parameters = (*(p for c in columns.values() for p in c.parameters), *table.parameters, *values)
+        parameters = (*(p for c in columns.values() for p in c.parameters), *values)
         orders = []
         for ordering in query.order_by or (Ordering("num", is_descending=True),):
             if ordering.column not in columns:
