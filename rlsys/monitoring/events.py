@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, dataclass_transform
@@ -137,6 +138,8 @@ class GroupScored(Event):
     task_id: str
     rewards: tuple[float | None, ...]
     """Reward of each episode's root; None: the episode failed, or has no reward."""
+    failures: Mapping[str, float] = field(default_factory=dict)
+    """See `failures_in`."""
 
 
 class GroupDropped(Event):
@@ -277,6 +280,8 @@ class EvalDone(Event):
     """Seconds since the version was pinned."""
     metrics: Mapping[str, float]
     """Metric name -> value, e.g. `eval/held_out/pass@4`; see `rlsys.loop.evaluation.EvalMetrics`."""
+    failures: Mapping[str, float] = field(default_factory=dict)
+    """See `failures_in`."""
 
 
 class WorkerBusy(Event):
@@ -427,6 +432,9 @@ SHORTEST_S = 0.001
 """Shorter work is not emitted: it would be invisible on a timeline."""
 
 
+MOST_REASON, MOST_REASONS = 2000, 20
+
+
 def emit_busy(events: Events, activity: str, spans: Iterable[Busy], answered_s: float) -> None:
     """Emit when one worker did `activity`, one of `rlsys.monitoring.events.ACTIVITIES`.
 
@@ -462,4 +470,11 @@ def group_scored(group: Group) -> GroupScored:
     """Event of a group whose episodes were scored."""
     roots = [episode.trajectories[0] for episode in group.episodes]
     rewards = tuple(None if root.outcome.is_failed else root.reward for root in roots)
-    return GroupScored(group.group_id, group.task_id, rewards)
+    return GroupScored(group.group_id, group.task_id, rewards, failures_in([group]))
+
+
+def failures_in(groups: Iterable[Group]) -> Mapping[str, int]:
+    """Return the reasons for which episodes failed, such as the traceback of a reward function, cut to
+    `MOST_REASON` characters, and the number of episodes of each; at most `MOST_REASONS`, the most frequent first."""
+    roots = (episode.trajectories[0] for group in groups for episode in group.episodes if episode.is_failed)
+    return dict(Counter(root.outcome.reason[:MOST_REASON] for root in roots).most_common(MOST_REASONS))

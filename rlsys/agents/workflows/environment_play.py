@@ -69,7 +69,8 @@ class EnvironmentPlay(Workflow):
                 session.reward(total)
             while True:
                 reply = await (agent.use(prompt, world.tools) if len(world.tools) else agent.chat(prompt))
-                step = await world.step(reply)
+                with session.timed("environment", "step", agent):
+                    step = await world.step(reply)
                 if step.reward is not None and self.reward != "task":
                     total, is_scored = step.reward + (total if self.reward == "sum" else 0.0), True
                     session.reward(total)

@@ -13,9 +13,11 @@ export const PLACES = {
   o: "overview",
   g: "groups",
   t: "tasks",
+  v: "evaluations",
   c: "cluster",
   l: "ledger",
   a: "alerts",
+  x: "tables",
   e: "log",
   f: "config",
 };
