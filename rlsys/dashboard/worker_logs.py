@@ -15,7 +15,7 @@ from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import BadRequest
 from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.responses import LogLevel, WorkerLogLine, WorkerLogsAnswer
-from rlsys.monitoring.machine_samples import LOGS
+from rlsys.monitoring.machine_samples import LOGS, line_of_log
 
 LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 """From the least to the most severe."""
@@ -28,7 +28,6 @@ _LEVEL = re.compile(
     r"^[\w.]*(?:Error|Exception)\b)"
     r"|(?P<warning>\bWARN(?:ING)?\b|\w*Warning:)|(?P<debug>\bDEBUG\b)|(?P<info>\bINFO\b)"
 )
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def workers_with_logs(folder: RunFolder) -> list[str]:
@@ -66,9 +65,9 @@ def lines_in(
 ) -> Iterator[WorkerLogLine]:
     """Yield the lines of a part of a log, which begins at the byte `begin` of the `turn`-th file of that log."""
     at, level = begin, _PLAIN
-    for raw in data.splitlines(keepends=True):
-        at += len(raw)
-        text = _ESCAPES.sub("", raw.decode(errors="replace")).rstrip()[:_MOST_CHARS]
+    for raw in data.split(b"\n"):
+        at += len(raw) + 1
+        text = line_of_log(raw)[:_MOST_CHARS]
         if not text:
             continue
         found = _LEVEL.search(text[:200])

@@ -7,6 +7,7 @@ log, which have no time of their own, get one.
 
 from __future__ import annotations
 
+import re
 import signal
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ LOGS, MACHINE = "logs", "machine"
 """Folders in that of a run."""
 MOST_BYTES = 8 * 2**20
 """Size of a file at which it begins anew; the one before is kept under its name with `.1`."""
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 LAST_LINES, _LAST_BYTES, _MOST_CHARS = 5, 8192, 300
 
 
@@ -78,8 +80,13 @@ def last_lines(run_dir: Path, worker: str) -> list[str]:
         lines = _end_of(run_dir / LOGS / f"{worker}.log")
     except OSError:
         return []
-    texts = [line.decode(errors="replace").rstrip()[:_MOST_CHARS] for line in lines]
+    texts = [line_of_log(line)[:_MOST_CHARS] for line in lines]
     return [text for text in texts if text][-LAST_LINES:]
+
+
+def line_of_log(raw: bytes) -> str:
+    """Return a line of a log as a terminal shows it: without escapes and colours, of a progress bar its last state."""
+    return _ESCAPES.sub("", raw.rstrip().rpartition(b"\r")[2].decode(errors="replace")).rstrip()
 
 
 def described_end(exit_code: int) -> str:
@@ -96,7 +103,7 @@ def _end_of(path: Path) -> list[bytes]:
     """Lines in the last bytes of a file."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-        return file.read().splitlines()
+        return file.read().split(b"\n")
 
 
 def sample_of(line: bytes) -> MachineSample | None:

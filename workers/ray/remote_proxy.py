@@ -367,7 +367,9 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
     except RayActorError as error:
-        raise WorkerDied(worker, phase, _with_cause(_first_line(error)) + await vitals.end_of(worker)) from error
+        raise WorkerDied(
+            worker, phase, _with_cause(_first_line(error).rstrip(".")) + await vitals.end_of(worker)
+        ) from error
     except RayError as error:
         raise WorkerDied(worker, phase, _with_cause(f"{type(error).__name__}: {_first_line(error)}")) from error
 
