@@ -244,6 +244,8 @@ class Episode:
     """Tasks that it proposes for the run, as rows of data."""
     weight: float = 1.0
     """Weight among the episodes of its group: more than 1 if it also stands for some that were ended early."""
+    tools_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that its agents waited, by tool; `environment`: for the environment. Calls side by side count each."""
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
@@ -335,6 +337,7 @@ class EpisodeMeta:
     num_sequential: int = 0
     proposals: tuple[Mapping[str, Json], ...] = ()
     weight: float = 1.0
+    tools_s: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def is_failed(self) -> bool:

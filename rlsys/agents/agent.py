@@ -258,6 +258,9 @@ class Agent:
         except ToolError as error:
             self.fail(str(error))
             raise
+        for call, result in zip(run, results, strict=True):
+            if isinstance(call, ToolCall) and result.outcome in ("ok", "error", "timeout"):
+                session.waited(call.name, result.seconds)
         refused = ToolResult(f"Refused: only the first {len(run)} calls of a reply are run.", "refused", 0.0)
         results = [*results, *[refused] * (len(calls) - len(run))]
         if self.context.is_plain:

@@ -133,6 +133,8 @@ class Session:
     """Tokens sampled so far, over all agents."""
     num_tool_calls: int = 0
     """Tool calls so far, over all agents."""
+    tools_s: dict[str, float] = field(default_factory=dict)
+    """Seconds so far by tool, and by environment."""
     _num_entered: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Number of environments entered so far, by the path of their agent."""
     is_over: bool = False
@@ -207,7 +209,9 @@ class Session:
         places = {agent.index: place for place, agent in enumerate(agents)}
         parents = [None if agent.parent is None else places[agent.parent] for agent in agents]
         trajectories = tuple(map(Agent.trajectory, agents, parents))
-        return Episode(trajectories, self.num_tool_calls, self.num_sequential, tuple(self.proposals))
+        return Episode(
+            trajectories, self.num_tool_calls, self.num_sequential, tuple(self.proposals), tools_s=self.tools_s
+        )
 
     def transcript(self) -> str:
         """Return the last messages as text for people, long messages cut."""
@@ -252,6 +256,10 @@ class Session:
             return await tools.run(calls)
         results = await self._side_by_side([tools.run([call]) for call in calls])
         return [result for (result,) in results]
+
+    def waited(self, name: str, seconds: float) -> None:
+        """Count seconds that an agent waited for a tool or an environment."""
+        self.tools_s[name] = self.tools_s.get(name, 0.0) + seconds
 
     async def close(self) -> None:
         """Refuse further requests, and cancel the tasks with a request in progress.

@@ -201,6 +201,7 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
             episode.num_sequential,
             episode.proposals,
             episode.weight,
+            episode.tools_s,
         )
         for e, episode in enumerate(episodes)
     )

@@ -121,7 +121,7 @@ class EventHistory:
             (own, self._hear),
             (Groups.HEARS, self.groups.observe),
             (Replicas.HEARS, self.replicas.observe),
-            ((RunStarted, StepDone, RolledBack, RunEnded), self.alarms.observe),
+            (Alarms.HEARS, self.alarms.observe),
         ):
             for kind in kinds:
                 table.setdefault(kind, []).append(hear)

@@ -47,6 +47,8 @@ class RunStarted(Event):
     first_step: int
     """Step after which the run begins: 0, or the resumed step."""
     total_steps: int
+    max_staleness: int = -1
+    """Bound of the run, `asynchrony.max_staleness`; -1: not recorded."""
 
 
 class PhaseDone(Event):
@@ -137,6 +139,12 @@ class GroupScored(Event):
     task_id: str
     rewards: tuple[float | None, ...]
     """Reward of each episode's root; None: the episode failed, or has no reward."""
+    failures: tuple[str, ...] = ()
+    """Why episodes failed, the first line of each reason, such as the text of an exception."""
+    worker: str = ""
+    """Reward worker that scored it."""
+    seconds: float = 0.0
+    """Seconds at the reward worker."""
 
 
 class GroupDropped(Event):
@@ -458,8 +466,15 @@ def group_rolled_out(rolled_out: RolledOut) -> GroupRolledOut:
     )
 
 
-def group_scored(group: Group) -> GroupScored:
-    """Event of a group whose episodes were scored."""
+def group_scored(group: Group, busy: Busy | None = None) -> GroupScored:
+    """Event of a group whose episodes were scored. `busy`: of the reward worker; None if none was needed."""
     roots = [episode.trajectories[0] for episode in group.episodes]
     rewards = tuple(None if root.outcome.is_failed else root.reward for root in roots)
-    return GroupScored(group.group_id, group.task_id, rewards)
+    failures = tuple(_first_line(root.outcome.reason) for root in roots if root.outcome.is_failed)
+    worker, seconds = (busy.worker, busy.end_s - busy.start_s) if busy else ("", 0.0)
+    return GroupScored(group.group_id, group.task_id, rewards, failures, worker, seconds)
+
+
+def _first_line(reason: str) -> str:
+    """First line of a reason that is not empty, at most 200 characters of it."""
+    return next((line for line in reason.splitlines() if line.strip()), "")[:200]
