@@ -13,12 +13,14 @@ import errno
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from math import exp
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from rlsys.contracts import RolledOut, TrainedGroup, Workers
+from rlsys.algorithm import Signal
+from rlsys.contracts import Busy, GroupScores, RolledOut, TrainedGroup, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.alerts import AlertSink
@@ -26,7 +28,16 @@ from rlsys.monitoring.events import AlertRaised, Events, RunStarted
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.simulate.fake_pools import Fault as FakeFault
 from rlsys.simulate.fake_pools import Spans
-from rlsys.testing import EventRecorder, FakeActor, FakeRollouts, FakeWorld, RewardAsAdvantage, now, run_virtual
+from rlsys.testing import (
+    EventRecorder,
+    FakeActor,
+    FakeRewards,
+    FakeRollouts,
+    FakeWorld,
+    RewardAsAdvantage,
+    now,
+    run_virtual,
+)
 from rlsys.testing.fake_run import fake_config
 from rlsys.types import (
     OK,
@@ -75,6 +86,8 @@ class Watched:
     """Workers that replace those of the world."""
     world: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the `FakeWorld`."""
+    needs: frozenset[Signal] = frozenset()
+    """Signals that annotators add to groups."""
 
 
 def alerts_of(watched: Watched, folder: Path) -> list[AlertRaised]:
@@ -88,7 +101,7 @@ async def _run(watched: Watched, folder: Path) -> list[AlertRaised]:
     events.attach(AlertSink(events, {}))
     sections = {
         "run": {"steps": watched.steps},
-        "algorithm": RewardAsAdvantage(group_size=4),
+        "algorithm": RewardAsAdvantage(group_size=4, needs=watched.needs),
         "rollout": {"replicas": watched.replicas, "repack_s": 0, "max_new_tokens": 1000},
         "train": {"groups_per_step": watched.groups},
         "asynchrony": {"max_staleness": watched.max_staleness},
@@ -355,3 +368,187 @@ HEALTHY: Mapping[str, Watched] = {
     ),
 }
 """Runs in which nothing goes wrong, of several shapes."""
+
+
+class _TwoJudges(FakeRewards):
+    """Two reward workers, of which `reward-1` is five times as slow."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        self.members = ["reward-0", "reward-1"]
+        self._next = cycle(self.members)
+        self._free = {worker: asyncio.Lock() for worker in self.members}
+
+    async def score(self, task: Task, group: Group) -> GroupScores:
+        worker = next(self._next)
+        async with self._free[worker]:
+            start_s = now()
+            await self._work(worker, "scoring", 0.5 if worker == "reward-1" else 0.1)
+            return GroupScores(self.world.scores(task, group), Busy(worker, start_s, now()))
+
+
+class _OneJudge(FakeRewards):
+    """One reward worker, which scores one group at a time, slowly."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        super().__init__(world)
+        self._free = asyncio.Lock()
+
+    async def score(self, task: Task, group: Group) -> GroupScores:
+        async with self._free:
+            start_s = now()
+            worker, _ = await self._call("scoring", group.group_id, 0.6)
+            return GroupScores(self.world.scores(task, group), Busy(worker, start_s, now()))
+
+
+class _SlowRecorder(FakeActor):
+    """Handing rollouts to the recorder takes long."""
+
+    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+        await asyncio.sleep(3.0)
+        return await super().record(path, step, trained)
+
+
+@dataclass(frozen=True)
+class PlantedCause:
+    """What holds a run up, and what the page must say of it."""
+
+    watched: Watched
+    who: str
+    worker: str
+    """Worker that must be named; empty: none."""
+    says: Sequence[str]
+    """Texts that its sentence must have."""
+
+
+_QUICK = {"reward_s": lambda group_id: 0.01, "publish_s": 0.01}
+
+CAUSES: Mapping[str, PlantedCause] = {
+    "replicas": PlantedCause(
+        Watched(max_staleness=2, rollout_s=lambda noise: 4.0, train_s=0.3, world=_QUICK),
+        "rollout",
+        "rollout-",
+        ["rollout.replicas"],
+    ),
+    "one slow replica": PlantedCause(
+        Watched(max_staleness=2, steps=40, workers=lambda world: {"rollouts": _SlowReplica(world)}, world=_QUICK),
+        "straggler",
+        "rollout-1",
+        ["rollout-1 takes 1", "times as long per token"],
+    ),
+    "the reward worker": PlantedCause(
+        Watched(max_staleness=2, train_s=0.3, workers=lambda world: {"rewards": _OneJudge(world)}),
+        "reward",
+        "reward-0",
+        ["reward.workers", "(reward-0)"],
+    ),
+    "one slow reward worker": PlantedCause(
+        Watched(max_staleness=2, train_s=0.2, steps=40, workers=lambda world: {"rewards": _TwoJudges(world)}),
+        "straggler",
+        "reward-1",
+        ["reward-1 takes 5.0 times as long per episode"],
+    ),
+    "a few long groups": PlantedCause(
+        Watched(
+            max_staleness=8,
+            steps=40,
+            replicas=8,
+            train_s=0.3,
+            rollout_s=lambda noise: 40.0 if noise.random() < 0.04 else 0.5,
+            world=_QUICK,
+        ),
+        "order",
+        "",
+        ["asynchrony.window", "others are ready"],
+    ),
+    "tools": PlantedCause(
+        Watched(
+            max_staleness=2,
+            train_s=0.2,
+            rollout_s=lambda noise: 4.0,
+            tools_s=lambda version, noise: {"search": 3.0, "sum": 0.1},
+            world=_QUICK,
+        ),
+        "environment",
+        "",
+        ["the tool `search`", "rollout.slots"],
+    ),
+    "the environment": PlantedCause(
+        Watched(
+            max_staleness=2,
+            train_s=0.2,
+            rollout_s=lambda noise: 4.0,
+            tools_s=lambda version, noise: {"environment": 3.5},
+            world=_QUICK,
+        ),
+        "environment",
+        "",
+        ["on the environment"],
+    ),
+    "lockstep": PlantedCause(
+        Watched(max_staleness=0, rollout_s=lambda noise: 1.0, train_s=1.0, world=_QUICK),
+        "lockstep",
+        "",
+        ["asynchrony.max_staleness=1", "take turns"],
+    ),
+    "training": PlantedCause(
+        Watched(max_staleness=2, rollout_s=lambda noise: 0.3, train_s=3.0, world=_QUICK),
+        "trainer",
+        "",
+        ["“train” alone", "train.mesh.shard"],
+    ),
+    "publishing": PlantedCause(
+        Watched(max_staleness=2, rollout_s=lambda noise: 0.3, train_s=0.2, world={**_QUICK, "publish_s": 3.0}),
+        "trainer",
+        "",
+        ["“publish” alone"],
+    ),
+    "recording": PlantedCause(
+        Watched(
+            max_staleness=2,
+            rollout_s=lambda noise: 0.3,
+            train_s=0.2,
+            world=_QUICK,
+            workers=lambda world: {"actor": _SlowRecorder(world)},
+        ),
+        "trainer",
+        "",
+        ["record.rollouts_every"],
+    ),
+    "the annotator": PlantedCause(
+        Watched(
+            max_staleness=2,
+            rollout_s=lambda noise: 0.3,
+            train_s=0.2,
+            needs=frozenset({Signal.REFERENCE_LOGPROBS}),
+            world={**_QUICK, "annotate_s": lambda group_id: 0.5},
+        ),
+        "annotate",
+        "",
+        ["reference.threads"],
+    ),
+    "the hand-over of weights": PlantedCause(
+        Watched(max_staleness=0, rollout_s=lambda noise: 0.2, train_s=0.2, world={**_QUICK, "broadcast_s": 4.0}),
+        "weights",
+        "",
+        ["publishing and pulling"],
+    ),
+    "the evaluation": PlantedCause(
+        Watched(
+            max_staleness=2,
+            rollout_s=lambda noise: 0.2,
+            train_s=0.2,
+            world={**_QUICK, "eval_s": lambda group_id: 20.0},
+        ),
+        "evaluation",
+        "",
+        ["eval.every"],
+    ),
+    "nobody": PlantedCause(
+        Watched(max_staleness=4, rollout_s=lambda noise: 1.3, replicas=1, train_s=1.0, world=_QUICK),
+        "balanced",
+        "",
+        ["Nobody waits much"],
+    ),
+}
+"""What can hold a run up, each planted in a run."""

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
 from rlsys.dashboard.groups import Groups
+from rlsys.dashboard.paces import Paces
 from rlsys.dashboard.replicas import Replicas
 from rlsys.dashboard.responses import LogLine
 from rlsys.dashboard.run_files import Chunk, Tail
@@ -39,7 +40,7 @@ class EventHistory:
 
     def __init__(self, events: Path | None, metrics: Path | None, thresholds: Mapping[str, float | None]) -> None:
         """A path of None: the file does not exist. `thresholds`: of alerts, see `Alarms`."""
-        self.columns, self.groups, self.replicas = SeriesColumns(), Groups(), Replicas()
+        self.columns, self.groups, self.replicas, self.paces = SeriesColumns(), Groups(), Replicas(), Paces()
         self.alarms, self.spans = Alarms(thresholds), Spans(events)
         self.phases: dict[str, float] = {}
         """Phases of start-up and shutdown: name -> seconds."""
@@ -121,6 +122,7 @@ class EventHistory:
             (own, self._hear),
             (Groups.HEARS, self.groups.observe),
             (Replicas.HEARS, self.replicas.observe),
+            (Paces.HEARS, self.paces.observe),
             (Alarms.HEARS, self.alarms.observe),
         ):
             for kind in kinds:

@@ -345,6 +345,11 @@ class Alarms:
         """True until the first step since the run began."""
 
     @property
+    def step(self) -> int:
+        """Last step that was done."""
+        return self._step
+
+    @property
     def open(self) -> Sequence[Alert]:
         """Open alerts, oldest first."""
         return tuple(self._open.values())

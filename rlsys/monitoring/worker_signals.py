@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from statistics import median
 
 from rlsys.monitoring.alert_signals import SignalReading
@@ -29,6 +30,8 @@ _LEAST_STUCK_S = 60.0
 """A younger group is not stuck, however quick the others are."""
 _LEAST_DONE = 20
 """Groups that must be scored before any other can count as stuck."""
+LEAST_GROUPS = 4
+"""Groups of a worker below which it is not compared with its peers."""
 _LEAST_WORK_S = 0.1
 """Workers that need less than this for a group are all quick enough."""
 
@@ -71,19 +74,23 @@ class Slowest:
             self._group_s[worker] = seconds
 
     def _compared(self, unit: str) -> list[SignalReading]:
-        paces_s = {worker: sorted(paces) for worker, paces in self._paces_s[unit].items() if len(paces) >= 4}
+        paces_s = {worker: paces for worker, paces in self._paces_s[unit].items() if len(paces) >= LEAST_GROUPS}
         typical_s = {worker: median(paces) for worker, paces in paces_s.items()}
         readings = []
         for worker, paces in paces_s.items() if len(paces_s) > 1 else ():
             peers_s = median(pace for peer, pace in typical_s.items() if peer != worker)
-            own_s = paces[len(paces) // 4 if len(paces) >= 8 else 0]
-            ratio = own_s / peers_s if self._group_s[worker] >= _LEAST_WORK_S else 1.0
+            ratio = usual(paces) / peers_s if self._group_s[worker] >= _LEAST_WORK_S else 1.0
             words = (
                 f"{worker} takes {typical_s[worker] / peers_s:.1f} times as long as its peers: "
                 f"{_per(typical_s[worker], unit)}, they {_per(peers_s, unit)}"
             )
             readings.append(SignalReading(ratio, "time/rollout" if unit == "token" else "time/reward", words))
         return readings
+
+
+def usual(paces: Collection[float]) -> float:
+    """Pace that nearly all groups of a worker exceed: a worker is slow only if this is. Of few groups, the fastest."""
+    return sorted(paces)[len(paces) // 4 if len(paces) >= 8 else 0]
 
 
 def _per(seconds: float, unit: str) -> str:

@@ -15,6 +15,7 @@ export const title = "Cluster";
 const HELD_UP_BY = {
   rollout: "the rollouts", reward: "the rewards", annotate: "the annotators", trainer: "the trainer",
   weights: "the hand-over of weights", evaluation: "the evaluation", balanced: "nobody",
+  straggler: "one slow worker", order: "older groups", environment: "tools and environments", lockstep: "lockstep",
 };
 
 export async function render(root, place, { signal, run }) {
