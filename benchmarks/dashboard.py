@@ -7,6 +7,9 @@ A synthetic run of 1,000,000 events and 100,000 episodes (`tests.histories.big_r
 
 - `open_s`: from `Readings(root)` in a fresh process to the answers of run, series (8 charts), groups, cluster, ledger,
   alerts. `reader_mb`: memory growth of that process.
+- `index_s`, `index_mb`: building the index of the run in a fresh process, and the index on disk.
+- `sort_s`, `search_s`: of tables over HTTP, the slowest of several orders, and of several filters and texts, with what
+  each took in `table_ms`. `zoom_s`: 8 charts over HTTP for the 100 steps in the middle.
 - `page_ms`: of each page over HTTP, median and greatest; `whole_run_ms` is the first view of the swim-lanes of the
   whole run, right after opening, before they are aggregated.
 - `live_latency_s`: from the write of a step's line by another process until a page that follows the run has its value.
@@ -60,6 +63,28 @@ CHARTS = (
     "reward/*", "policy/entropy", "policy/kl_ref", "completions/*", "optim/grad_norm", "async/*", "perf/tokens_per_s",
     "time/*",
 )  # fmt: skip
+SORTS = {
+    "episodes by length": {"table": "episodes", "order": "length desc"},
+    "episodes by reward, far page": {"table": "episodes", "order": "reward, length desc", "offset": 90_000},
+    "episodes by task": {"table": "episodes", "order": "task"},
+    "groups by spread": {"table": "groups", "order": "reward_max desc, reward_min"},
+    "tasks by change": {"table": "tasks", "order": "change"},
+    "tasks by change of 50 steps": {"table": "tasks", "order": "change", "from": 50, "to": 100},
+    "steps by a metric": {"table": "steps", "order": "policy/entropy"},
+    "episodes by outcome": {"table": "episodes", "group": "outcome"},
+}
+SEARCHES = {
+    "a rare text": {"table": "episodes", "filter": 'answer contains "answer is 4711"'},
+    "a text of every answer": {"table": "episodes", "filter": 'answer contains "adding zero"', "order": "length"},
+    "two letters": {"table": "episodes", "filter": "answer contains 47"},
+    "in all texts": {"table": "episodes", "search": "is 4711 plus"},
+    "a regular expression": {"table": "episodes", "filter": "answer matches 'is 4[78]11$'"},
+    "reward and text": {"table": "episodes", "filter": 'reward < 0.1 and step > 100 and answer contains "is 12"'},
+    "truncated": {"table": "episodes", "filter": "truncated", "order": "length desc"},
+    "a task": {"table": "groups", "filter": "task = task-7", "order": "reward"},
+    "equal rewards": {"table": "groups", "filter": "equal and staleness > 0"},
+    "in the log": {"table": "logs", "filter": "level = error or text contains sigkill"},
+}
 STEP_S = 0.25
 GROUPS = 16
 
@@ -95,6 +120,10 @@ def main() -> None:
         progress(f"the run is written: {kinds}")
         opened = [in_fresh_process("benchmarks.dashboard:open_run", str(folder / "runs")) for _ in range(scale.opens)]
         progress(f"opened: {opened}")
+        indexed = in_fresh_process("benchmarks.dashboard:index_run", str(folder / "runs"))
+        progress(f"indexed: {indexed}")
+        tables = table_ms(folder / "runs", scale.pages)
+        progress(f"tables: {tables}")
         pages = page_ms(folder / "runs", scale.pages)
         progress(f"pages: {pages}")
         live = live_latency_s(folder / "live", scale.live_steps)
@@ -107,6 +136,11 @@ def main() -> None:
             "open_s": opened["open_s"],
             "reader_mb": opened["mb"]["median"],
             "whole_run_ms": opened["whole_run_ms"],
+            **indexed,
+            "sort_s": max(tables[name]["median"] for name in SORTS) / 1000,
+            "search_s": max(tables[name]["median"] for name in SEARCHES) / 1000,
+            "zoom_s": tables["zoom"]["median"] / 1000,
+            "table_ms": tables,
             "page_ms": pages,
             "page_ms_worst": max(row["max"] for row in pages.values()),
             "live_latency_s": live,
@@ -133,6 +167,35 @@ def open_run(root: str) -> dict[str, float]:
     with timed(seconds):
         readings.cluster("big", cluster.begin_s, cluster.end_s)
     return {"open_s": seconds[0], "whole_run_ms": 1000 * seconds[1], "mb": _resident_mb() - before_mb}
+
+
+def index_run(root: str) -> dict[str, float]:
+    """Build the index of a run, as `rlsys dashboard` does in the background."""
+    from rlsys.dashboard.folders import RunFolder
+    from rlsys.dashboard.run_index import RunIndex
+
+    index, seconds = RunIndex(RunFolder(Path(root).resolve(), "big")), []
+    with timed(seconds):
+        while not index.update(0.5):
+            pass
+    return {"index_s": seconds[0], "index_mb": index.path.stat().st_size / 2**20}
+
+
+def table_ms(root: Path, repeats: int) -> dict[str, dict[str, float | int]]:
+    """Request tables in several orders and with several filters, and charts of a part, over HTTP."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with _served(root) as get:
+        last = get("run", run="big")["summary"]["step"]
+        zoom = {"x": "step", "from": last // 2 - 50, "to": last // 2 + 50}
+        asked: dict[str, tuple[str, Mapping[str, object]]] = {
+            name: ("table", parameters) for name, parameters in (SORTS | SEARCHES).items()
+        }
+        asked["zoom"] = ("series", {"name": CHARTS, **zoom})
+        for _ in range(repeats):
+            for name, (page, parameters) in asked.items():
+                with timed(seconds[name]):
+                    get(page, run="big", **parameters)
+    return {name: spread([1000 * s for s in values]) for name, values in seconds.items()}
 
 
 def page_ms(root: Path, repeats: int) -> dict[str, dict[str, float | int]]:

@@ -1,5 +1,5 @@
-"""Command line: `rlsys train | population | plan | eval | export | replay | dashboard | tail | report | profile |
-simulate | config | data | workflow | doctor | algorithms`.
+"""Command line: `rlsys train | population | plan | eval | export | replay | dashboard | tail | query | report |
+profile | simulate | config | data | workflow | doctor | algorithms`.
 
 Every command is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr
 and its exit code; any other error is a bug and shows its traceback. Commands import their modules when they run, so
@@ -272,6 +272,22 @@ def tail(
         tailing.tail(run, sys.stdout, once=once)
     except KeyboardInterrupt:
         typer.echo()
+
+
+@app.command()
+def query(
+    run: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run; a folder of them for the table `runs`.")],
+    text: Annotated[str, typer.Argument(metavar="QUERY", help="E.g. 'episodes where reward < 0.1 order by length'.")],
+    as_json: AsJson = False,
+) -> None:
+    """Find episodes, groups, tasks, steps, alerts or lines of logs of a run; docs/dashboard.md has the language.
+
+    It reads the run's files by an index beside them, which it brings up to date first.
+    """
+    from rlsys.dashboard import query_command
+
+    found = query_command.query(run, text, sys.stderr, is_whole=as_json)
+    _echo(asdict(found), query_command.lines_of(found), as_json=as_json)
 
 
 @app.command()

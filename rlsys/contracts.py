@@ -239,14 +239,14 @@ class Critic(TrainedModel, StepAnnotator, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """One group of a trained step, to be recorded."""
+    """One group of a trained step, or of an evaluation, to be recorded."""
 
     place: int
-    """Its index in the step."""
+    """Its index in the step, or in the evaluation."""
     task: Task
     group: Group
     assigned: Sequence[TrajectoryAdvantage]
-    """Advantages that it was trained with."""
+    """Advantages that it was trained with; empty for a group of an evaluation."""
 
 
 class Actor(TrainedModel, Protocol):
@@ -279,6 +279,13 @@ class Actor(TrainedModel, Protocol):
 
         Returns once the next step may be trained; awaiting the result waits until the file is written. That raises
         `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
+        """
+
+    async def record_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
+        """Write scored groups of an evaluation of `version`, which have no advantages, in the form of `record`. May run
+        beside a step.
+
+        Raises `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
         """
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:

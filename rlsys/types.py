@@ -230,6 +230,23 @@ class Trajectory:
     """True if the reward functions judge its last turn, as they judge that of a root."""
 
 
+SpanKind: TypeAlias = Literal["turn", "tool", "environment"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpan:
+    """Time that a part of an episode took."""
+
+    kind: SpanKind
+    name: str
+    """Name of the tool, or `reset`, `step` or `close` of an environment; empty for a turn."""
+    trajectory: int
+    """Index of the trajectory that it belongs to. Its spans of kind `turn` are those of its turns, in order."""
+    start_s: float
+    """Seconds from the start of the episode."""
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Episode:
     """All trajectories of one session: a tree with the lead at index 0."""
@@ -244,8 +261,15 @@ class Episode:
     """Tasks that it proposes for the run, as rows of data."""
     weight: float = 1.0
     """Weight among the episodes of its group: more than 1 if it also stands for some that were ended early."""
-    tools_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that its agents waited, by tool; `environment`: for the environment. Calls side by side count each."""
+    began_s: float = field(default=0.0, compare=False)
+    """Start of the session, Unix seconds on the clock of its worker; 0 if not recorded."""
+    spans: tuple[EpisodeSpan, ...] = field(default=(), compare=False)
+    """What took time in it, by start; empty if not recorded. For people: two episodes with equal tokens are equal."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from its start to the end of its last span; None if not recorded."""
+        return max((span.start_s + span.seconds for span in self.spans), default=None)
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
@@ -337,7 +361,8 @@ class EpisodeMeta:
     num_sequential: int = 0
     proposals: tuple[Mapping[str, Json], ...] = ()
     weight: float = 1.0
-    tools_s: Mapping[str, float] = field(default_factory=dict)
+    tools_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Seconds that its agents waited, by tool; `environment`: for environments. Calls side by side count each."""
 
     @cached_property
     def is_failed(self) -> bool:

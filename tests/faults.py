@@ -46,6 +46,7 @@ from rlsys.types import (
     Assignment,
     EngineStats,
     Episode,
+    EpisodeSpan,
     Group,
     ReplicaLoad,
     Score,
@@ -149,8 +150,13 @@ def _world(watched: Watched) -> FakeWorld:
         turn = Turn((7,), (1,) * num, (-0.5,) * num, (VersionSpan(version, num),), "stop", "")
         outcome = TRUNCATED if watched.is_cut(noise) else OK
         root = Trajectory(POLICY, (turn,), outcome, policy=POLICY)
-        tools_s = watched.tools_s(version, noise)
-        return Episode((root,), len(tools_s), tools_s=tools_s)
+        spans_of = [
+            EpisodeSpan("environment", "step", 0, 0.0, seconds)
+            if name == "environment"
+            else EpisodeSpan("tool", name, 0, 0.0, seconds)
+            for name, seconds in watched.tools_s(version, noise).items()
+        ]
+        return Episode((root,), len(spans_of), spans=tuple(spans_of))
 
     def steer(version: int, num_updates: int, staleness: float) -> Mapping[str, float]:
         noise = noise_of(version, "steer")

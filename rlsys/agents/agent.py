@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rlsys.agents.tool_calls import Call, ToolCall, after_thinking, described, read_calls
@@ -253,14 +253,16 @@ class Agent:
             what = f"the {budget.max_tool_calls} tool calls of the episode (max_tool_calls), or its share of them"
             raise self._stopped(BudgetSpent(f"{self.name} asked for more than {what}"))
         session.num_tool_calls += len(run)
+        start_s, results = session.age_s, list[ToolResult]()
         try:
             results = await session.run_calls(run, tools)
         except ToolError as error:
             self.fail(str(error))
             raise
-        for call, result in zip(run, results, strict=True):
-            if isinstance(call, ToolCall) and result.outcome in ("ok", "error", "timeout"):
-                session.waited(call.name, result.seconds)
+        finally:
+            for call, result in zip_longest(run, results):
+                name = call.name if isinstance(call, ToolCall) else ""
+                session.note_time("tool", name, start_s, self, result.seconds if result else None)
         refused = ToolResult(f"Refused: only the first {len(run)} calls of a reply are run.", "refused", 0.0)
         results = [*results, *[refused] * (len(calls) - len(run))]
         if self.context.is_plain:
@@ -367,10 +369,12 @@ class Agent:
                 self._policy.check_task(asked.ids)
             if prompt is not None:
                 self._session.note(self, "user", prompt)
+            start_s = self._session.age_s
             if recited is None:
                 turn = await self._sampled(asked.ids, max_new_tokens, stop, tell)
             else:
                 turn = await self._policy.recite(asked.ids, recited)
+            self._session.note_time("turn", "", start_s, self)
         except TaskTooLong as error:
             if not self._session.has_replies:
                 raise

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context as TaskContext
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import PositiveInt
@@ -24,7 +26,7 @@ from rlsys.agents.tool_calls import Call
 from rlsys.agents.tools import Toolbox, ToolResult
 from rlsys.data.proposed_tasks import proposed_task
 from rlsys.errors import ConfigError, ToolError, first_of
-from rlsys.types import Episode, Json, Message, Prompt, Task
+from rlsys.types import Episode, EpisodeSpan, Json, Message, Prompt, SpanKind, Task
 from rlsys.util.seeds import environment_seed
 
 T = TypeVar("T")
@@ -133,14 +135,15 @@ class Session:
     """Tokens sampled so far, over all agents."""
     num_tool_calls: int = 0
     """Tool calls so far, over all agents."""
-    tools_s: dict[str, float] = field(default_factory=dict)
-    """Seconds so far by tool, and by environment."""
     _num_entered: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Number of environments entered so far, by the path of their agent."""
     is_over: bool = False
     """True once no agent may be asked any more."""
+    _spans: list[EpisodeSpan] = field(default_factory=list)
+    """With the index of the agent in place of that of the trajectory."""
 
     def __post_init__(self) -> None:
+        self._began_s, self._began = time.time(), time.monotonic()
         tokens = min(self.budget.max_episode_tokens or math.inf, self.token_limit or math.inf)
         self._purse = Purse(tokens, self.budget.max_tool_calls or math.inf)
 
@@ -191,10 +194,26 @@ class Session:
         number = self._num_entered.get(path, 0)
         self._num_entered[path] = number + 1
         try:
-            environment.opening = await environment.reset(self.task, environment_seed(self.seed, number, *path))
+            with self.timed("environment", "reset", agent):
+                environment.opening = await environment.reset(self.task, environment_seed(self.seed, number, *path))
             yield environment
         finally:
-            await environment.close()
+            with self.timed("environment", "close", agent):
+                await environment.close()
+
+    @contextmanager
+    def timed(self, kind: SpanKind, name: str, agent: Agent | None = None) -> Iterator[None]:
+        """Record how long the block takes, for the timeline of the episode; see `EpisodeSpan`. Without `agent`, it
+        counts as the root's.
+
+            with session.timed("environment", "step", agent):
+                step = await world.step(reply)
+        """
+        start_s = self.age_s
+        try:
+            yield
+        finally:
+            self.note_time(kind, name, start_s, agent)
 
     @property
     def has_replies(self) -> bool:
@@ -209,8 +228,14 @@ class Session:
         places = {agent.index: place for place, agent in enumerate(agents)}
         parents = [None if agent.parent is None else places[agent.parent] for agent in agents]
         trajectories = tuple(map(Agent.trajectory, agents, parents))
+        spans = sorted(self._spans, key=attrgetter("start_s"))
         return Episode(
-            trajectories, self.num_tool_calls, self.num_sequential, tuple(self.proposals), tools_s=self.tools_s
+            trajectories,
+            self.num_tool_calls,
+            self.num_sequential,
+            tuple(self.proposals),
+            began_s=self._began_s,
+            spans=tuple(replace(span, trajectory=places[span.trajectory]) for span in spans),
         )
 
     def transcript(self) -> str:
@@ -232,6 +257,19 @@ class Session:
         agent = Agent(name, len(self.agents), parent.index if parent else None, policy, path, self, context)
         self.agents.append(agent)
         return agent
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start of the session."""
+        return time.monotonic() - self._began
+
+    def note_time(
+        self, kind: SpanKind, name: str, start_s: float, agent: Agent | None, seconds: float | None = None
+    ) -> None:
+        """Record what began at the age `start_s`, and took `seconds` or ends now."""
+        took_s = self.age_s - start_s if seconds is None else seconds
+        index = agent.index if agent else 0
+        self._spans.append(EpisodeSpan(kind, name, index, round(start_s, 6), round(took_s, 6)))
 
     @property
     def purse(self) -> Purse:
@@ -256,10 +294,6 @@ class Session:
             return await tools.run(calls)
         results = await self._side_by_side([tools.run([call]) for call in calls])
         return [result for (result,) in results]
-
-    def waited(self, name: str, seconds: float) -> None:
-        """Count seconds that an agent waited for a tool or an environment."""
-        self.tools_s[name] = self.tools_s.get(name, 0.0) + seconds
 
     async def close(self) -> None:
         """Refuse further requests, and cancel the tasks with a request in progress.

@@ -34,7 +34,7 @@ class RunConfig:
     def text_of(self, key: str) -> str:
         """Value as text; empty if the key is missing or null."""
         value = self.values.get(key)
-        return "" if value is None else _text(value)
+        return "" if value is None else value_text(value)
 
     def int_of(self, key: str) -> int | None:
         """Value as an integer; None if it is not one."""
@@ -93,10 +93,10 @@ def _parsed(text: str) -> _Tree:
 
 
 def _shown(config: RunConfig, key: str) -> str | None:
-    return _text(config.values[key]) if key in config.values else None
+    return value_text(config.values[key]) if key in config.values else None
 
 
-def _text(value: object) -> str:
+def value_text(value: object) -> str:
     """Value as text. Of lists and mappings, a bounded part: aliases of foreign YAML can make them enormous."""
     try:
         return _BRIEF.repr(value) if isinstance(value, Collection) and not isinstance(value, str) else str(value)

@@ -14,7 +14,7 @@ from rlsys.dashboard.groups import RewardRange
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.responses import EpisodeAnswer, EpisodeRow, GroupAnswer, TrajectoryAnswer, TurnAnswer
 from rlsys.replay.rollout_log import RolloutRecord, TokenStats
-from rlsys.types import Episode, Json, Task, Trajectory, Turn
+from rlsys.types import Episode, EpisodeSpan, Json, Task, Trajectory, Turn
 
 _MOST_TEXT = 2000
 _DIGITS = 6
@@ -59,8 +59,8 @@ def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
     )
 
 
-def episode_answer(record: RolloutRecord, episode: int, run_dir: Path) -> EpisodeAnswer:
-    """Describe one episode, token by token. Raises `NoSuch`."""
+def episode_answer(record: RolloutRecord, episode: int, run_dir: Path | None) -> EpisodeAnswer:
+    """Describe one episode, token by token; `run_dir` is None for one that was not trained. Raises `NoSuch`."""
     if not 0 <= episode < len(record.episodes):
         raise NoSuch(f"group {record.group_id} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
     trajectories = record.episodes[episode].trajectories
@@ -74,8 +74,11 @@ def episode_answer(record: RolloutRecord, episode: int, run_dir: Path) -> Episod
         answer=record.task.answer,
         parts=record.parts[episode],
         reward=trajectories[0].reward,
+        began_s=record.episodes[episode].began_s or None,
+        seconds=record.episodes[episode].seconds,
+        timeline=record.episodes[episode].spans,
         trajectories=[_trajectory(record, episode, t) for t in range(len(trajectories))],
-        replay=f"rlsys replay {shlex.quote(as_text(run_dir))} --step {record.step}",
+        replay=f"rlsys replay {shlex.quote(as_text(run_dir))} --step {record.step}" if run_dir else "",
     )
 
 
@@ -98,6 +101,7 @@ def _row(record: RolloutRecord, e: int) -> EpisodeRow:
         parts=record.parts[e],
         num_tokens=num_tokens(episode),
         num_turns=len(turns),
+        seconds=episode.seconds,
         agents=[t.agent for t in episode.trajectories],
         num_tool_calls=episode.num_tool_calls,
         versions=(min(versions), max(versions)) if versions else None,
@@ -110,7 +114,9 @@ def _trajectory(record: RolloutRecord, e: int, t: int) -> TrajectoryAnswer:
     is_own = said.policy == record.policy
     is_assigned = any((a.episode, a.trajectory) == (e, t) for a in record.assigned)
     otherwise: _Mask = "context" if not is_own else "trained" if is_assigned else "left_out"
-    turns = zip(said.turns, _readings(record, e, t, said), strict=True)
+    spans = [span for span in record.episodes[e].spans if span.kind == "turn" and span.trajectory == t]
+    timed = spans if len(spans) == len(said.turns) else [None] * len(said.turns)
+    turns = zip(said.turns, _readings(record, e, t, said), timed, strict=True)
     return TrajectoryAnswer(
         index=t,
         agent=said.agent,
@@ -120,7 +126,7 @@ def _trajectory(record: RolloutRecord, e: int, t: int) -> TrajectoryAnswer:
         advantage=_advantage(record, e, t),
         outcome=said.outcome.kind.value,
         reason=said.outcome.reason,
-        turns=[_turn(turn, reading, assigned, otherwise) for turn, reading in turns],
+        turns=[_turn(turn, reading, assigned, otherwise, span) for turn, reading, span in turns],
     )
 
 
@@ -141,8 +147,9 @@ def _readings(record: RolloutRecord, e: int, t: int, said: Trajectory) -> Sequen
     return found if len(found) == len(said.turns) else [TokenStats()] * len(said.turns)
 
 
-def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask) -> TurnAnswer:
+def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask, span: EpisodeSpan | None) -> TurnAnswer:
     calls = [_call(call) for call in _calls(turn.text)]
+    start_s, seconds = (span.start_s, span.seconds) if span else (None, None)
     if len(reading.pieces) != len(turn.output_ids) or not reading.pieces:
         return TurnAnswer(
             said=reading.said,
@@ -155,6 +162,8 @@ def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask) 
             masks=[],
             versions=[],
             finish=turn.finish,
+            start_s=start_s,
+            seconds=seconds,
             tool_calls=calls,
         )
     if turn.output_ids and assigned == 0 and not reading.trainer_logprobs:  # it went through no model
@@ -173,6 +182,8 @@ def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask) 
         masks=["left_out" if left_out else mask for left_out in reading.is_masked or [False] * len(reading.pieces)],
         versions=[span.version for span in turn.versions for _ in range(span.num_tokens)],
         finish=turn.finish,
+        start_s=start_s,
+        seconds=seconds,
         tool_calls=calls,
     )
 

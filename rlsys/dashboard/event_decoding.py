@@ -111,10 +111,6 @@ def _rewards(value: Json) -> tuple[float | None, ...]:
     return tuple(None if v is None else _float(v) for v in _list(value))
 
 
-def _texts(value: Json) -> tuple[str, ...]:
-    return tuple(map(_str, _list(value)))
-
-
 def _list(value: Json) -> list[Json]:
     if not isinstance(value, list):
         raise TypeError(f"{value!r:.50} is no list")
@@ -132,7 +128,6 @@ _BY_TYPE: Mapping[Any, tuple[type | None, Callable[[Json], object]]] = {
     Mapping[str, float]: (None, _metrics),
     tuple[int, ...]: (None, _ints),
     tuple[float | None, ...]: (None, _rewards),
-    tuple[str, ...]: (None, _texts),
 }
 
 

@@ -13,6 +13,7 @@ from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.run_files import inside
 
 EVENTS, METRICS, CONFIG = "events.jsonl", "metrics.jsonl", "config.resolved.yaml"
+EVALUATIONS = "evaluations"
 
 _LOCK = "run.lock"
 """Names the process that writes to the folder, see `rlsys.launch.run_lock`."""
@@ -39,6 +40,23 @@ class RunFolder:
     def file(self, *parts: str) -> Path | None:
         """Plain file in the run; None if it does not exist, or is outside the served folder."""
         return inside(self.root, self.path.joinpath(*parts))
+
+    def folders(self, *parts: str) -> list[str]:
+        """Names of the subfolders of a folder in the run; none of one that leads out of the served folder."""
+        path = self.path.joinpath(*parts)
+        return _folders(path) if Path(os.path.realpath(path)).is_relative_to(self.root) else []
+
+    def files(self, *parts: str, ending: str) -> list[str]:
+        """Names of the plain files of a folder in the run that end so, without links; see `folders`."""
+        path = self.path.joinpath(*parts)
+        try:
+            if not Path(os.path.realpath(path)).is_relative_to(self.root):
+                return []
+            with os.scandir(path) as entries:
+                names = [e.name for e in entries if e.name.endswith(ending) and e.is_file(follow_symlinks=False)]
+        except OSError:
+            return []
+        return sorted(name for name in names if as_text(name) == name)
 
     @property
     def is_run(self) -> bool:

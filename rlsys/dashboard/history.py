@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
+from rlsys.dashboard.failures import Failures
 from rlsys.dashboard.groups import Groups
 from rlsys.dashboard.paces import Paces
 from rlsys.dashboard.replicas import Replicas
@@ -40,10 +41,13 @@ class EventHistory:
 
     def __init__(self, events: Path | None, metrics: Path | None, thresholds: Mapping[str, float | None]) -> None:
         """A path of None: the file does not exist. `thresholds`: of alerts, see `Alarms`."""
-        self.columns, self.groups, self.replicas, self.paces = SeriesColumns(), Groups(), Replicas(), Paces()
+        self.columns, self.groups, self.replicas = SeriesColumns(), Groups(), Replicas()
+        self.failures, self.paces = Failures(), Paces()
         self.alarms, self.spans = Alarms(thresholds), Spans(events)
         self.phases: dict[str, float] = {}
         """Phases of start-up and shutdown: name -> seconds."""
+        self.evaluations: dict[tuple[str, int], EvalDone] = {}
+        """By data set and step."""
         self.engines: dict[str, str] = {}
         """Worker -> engine and reason."""
         self.log: list[LogLine] = []
@@ -123,6 +127,7 @@ class EventHistory:
             (Groups.HEARS, self.groups.observe),
             (Replicas.HEARS, self.replicas.observe),
             (Paces.HEARS, self.paces.observe),
+            (Failures.HEARS, self.failures.observe),
             (Alarms.HEARS, self.alarms.observe),
         ):
             for kind in kinds:
@@ -134,6 +139,7 @@ class EventHistory:
             case RunStarted(first_step=first):
                 self.started, self.ended, self.failure, self.step = event, None, None, first
                 self.columns.forget_after(first)
+                self.evaluations = {at: done for at, done in self.evaluations.items() if at[1] <= first}
             case PhaseDone(phase=phase, seconds=seconds):
                 self.phases[phase] = seconds
             case EngineChosen(worker=worker, engine=engine, reason=reason):
@@ -141,10 +147,11 @@ class EventHistory:
             case StepDone(step=step, metrics=metrics):
                 if step <= self.step:  # resumed without a start event
                     self.columns.forget_after(step - 1)
-                self.columns.put(step, metrics)
+                self.columns.put(step, metrics, time_s - (self.first_s or time_s))
                 self.step = step
-            case EvalDone(step=step, metrics=metrics):
-                self.columns.put(step, metrics)
+            case EvalDone(step=step, dataset=dataset, metrics=metrics):
+                self.columns.put(step, metrics, time_s - (self.first_s or time_s))
+                self.evaluations[dataset, step] = event
             case WorkerFailed():
                 self.failure = event
             case RolledBack(total_steps=total) if self.started is not None:

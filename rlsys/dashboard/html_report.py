@@ -92,7 +92,7 @@ def _summary(answer: RunAnswer) -> Iterator[Html]:
         "Began": _moment(run.started_s),
         "Last wrote": _moment(run.updated_s),
         "Time of a step": "" if run.step_s is None else f"{short(run.step_s)} s, median of the last 20",
-        "Mean reward of the last step": "" if run.reward is None else short(run.reward),
+        "Mean reward of the last 20 steps": "" if run.reward is None else short(run.reward),
         "Start-up": ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in answer.phases.items()),
         "Engines": "; ".join(f"{worker}: {engine}" for worker, engine in answer.engines.items()),
         "Lines that could not be read": str(answer.num_corrupt) if answer.num_corrupt else "",
@@ -155,7 +155,7 @@ def _evaluations(readings: Readings, run: str) -> Iterator[Html]:
     if columns:
         yield h("h2", "Evaluations")
     for dataset, measures in columns.items():
-        measures.sort(key=lambda one: not _is_score(one))
+        measures.sort(key=lambda one: (not _is_score(one), not one.name.endswith("/failed_frac")))
         values = [dict(zip(one.steps, one.values, strict=True)) for one in measures]
         steps = sorted({step for one in measures for step in one.steps})[-_MOST_ROWS:]
         rows = [(str(step), *(short(value.get(step)) for value in values)) for step in steps]

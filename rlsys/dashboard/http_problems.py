@@ -11,3 +11,9 @@ class NoSuch(RlsysError):
 
 class BadRequest(RlsysError):
     """A request is invalid. Names the parameter."""
+
+
+class BadQuery(BadRequest):
+    """A query of `rlsys.dashboard.query_language` that cannot be understood. Names the place, or the nearest column."""
+
+    exit_code = 2

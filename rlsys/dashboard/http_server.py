@@ -1,6 +1,6 @@
 """HTTP server of the dashboard: the addresses of `rlsys.dashboard.responses`, and the files of the pages.
 
-The server only reads the files of a run, and cannot affect the run.
+The server only reads the files of a run, beside which it keeps an index, and cannot affect the run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from starlette.staticfiles import StaticFiles
 from rlsys.dashboard.event_decoding import WHOLE
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.queries import MOST_OPENED, Readings
+from rlsys.dashboard.query_language import MOST_LETTERS, MOST_ROWS, parse_query
+from rlsys.dashboard.responses import Axis
 from rlsys.dashboard.security import refused
 from rlsys.dashboard.stream import Changes, TooManyPages
+from rlsys.dashboard.table_queries import Tables, query_of
 from rlsys.errors import RlsysError
 
 STATIC = Path(__file__).parent / "static"
@@ -42,16 +45,16 @@ class Answer(Response):
         return orjson.dumps(content, default=dict)
 
 
-def app_of(readings: Readings, changes: Changes) -> FastAPI:
+def app_of(readings: Readings, tables: Tables, changes: Changes) -> FastAPI:
     """All addresses. `rlsys.dashboard.security.Guard` checks access before this app."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=_HANDLERS)
-    for router in (_runs(readings), _rollouts(readings), _stream(changes)):
+    for router in (_runs(readings, tables), _rollouts(readings), _tables(tables), _stream(changes)):
         app.include_router(router, prefix="/api")
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
 
 
-def _runs(readings: Readings) -> APIRouter:
+def _runs(readings: Readings, tables: Tables) -> APIRouter:
     router, get = _router()
 
     @get("/runs")
@@ -60,6 +63,7 @@ def _runs(readings: Readings) -> APIRouter:
 
     @get("/run")
     def one(run: Run) -> Answer:
+        tables.prepare(run)
         return Answer(readings.run(run))
 
     @get("/log")
@@ -71,8 +75,11 @@ def _runs(readings: Readings) -> APIRouter:
         run: Run,
         name: Annotated[list[Name], Query(max_length=500)],
         points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
+        x: Axis = "step",
+        from_x: Annotated[float | None, Query(alias="from", allow_inf_nan=False)] = None,
+        to_x: Annotated[float | None, Query(alias="to", allow_inf_nan=False)] = None,
     ) -> Answer:
-        return Answer(readings.series(run, name, points))
+        return Answer(readings.series(run, name, points, x, (from_x, to_x)))
 
     @get("/metrics")
     def metrics(run: Run) -> Answer:
@@ -90,6 +97,25 @@ def _runs(readings: Readings) -> APIRouter:
         width: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> Answer:
         return Answer(readings.cluster(run, from_s, to_s, width))
+
+    @get("/machine")
+    def machine(run: Run, points: Annotated[int, Query(ge=2, le=10_000)] = 500) -> Answer:
+        return Answer(readings.machine(run, points))
+
+    @get("/logs")
+    def logs(
+        run: Run,
+        worker: Annotated[list[Name] | None, Query(max_length=500)] = None,
+        level: str = "debug",
+        q: Name = "",
+        page: Whole = 0,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    ) -> Answer:
+        return Answer(readings.logs(run, worker or (), level, q, page, limit))
+
+    @get("/failures")
+    def failures(run: Run) -> Answer:
+        return Answer(readings.failures(run))
 
     @get("/ledger")
     def ledger(run: Run) -> Answer:
@@ -110,12 +136,20 @@ def _rollouts(readings: Readings) -> APIRouter:
         return Answer(readings.groups(run, step, page, show, q))
 
     @get("/group")
-    def group(run: Run, step: Whole, group_id: Whole) -> Answer:
-        return Answer(readings.group(run, step, group_id))
+    def group(run: Run, step: Whole, group_id: Whole, dataset: Name = "") -> Answer:
+        return Answer(readings.group(run, step, group_id, dataset))
 
     @get("/episode")
-    def episode(run: Run, step: Whole, group_id: Whole, episode: Whole) -> Answer:
-        return Answer(readings.episode(run, step, group_id, episode))
+    def episode(run: Run, step: Whole, group_id: Whole, episode: Whole, dataset: Name = "") -> Answer:
+        return Answer(readings.episode(run, step, group_id, episode, dataset))
+
+    @get("/evaluations")
+    def evaluations(run: Run) -> Answer:
+        return Answer(readings.evaluations(run))
+
+    @get("/evaluation")
+    def evaluation(run: Run, dataset: Name, step: Whole, page: Whole = 0) -> Answer:
+        return Answer(readings.evaluation(run, dataset, step, page))
 
     @get("/task")
     def task(run: Run, task: Name) -> Answer:
@@ -124,6 +158,49 @@ def _rollouts(readings: Readings) -> APIRouter:
     @get("/tasks")
     def tasks(run: Run, q: Name = "", page: Whole = 0) -> Answer:
         return Answer(readings.tasks(run, q, page))
+
+    return router
+
+
+def _tables(tables: Tables) -> APIRouter:
+    router, get = _router()
+
+    @get("/tables")
+    def all_tables(run: Run | None = None) -> Answer:
+        return Answer(tables.tables(run))
+
+    @get("/query")
+    def query(q: Annotated[str, Query(max_length=MOST_LETTERS)], run: Run | None = None) -> Answer:
+        return Answer(tables.answer(run, parse_query(q)))
+
+    @get("/table")
+    def table(
+        table: Name,
+        run: Run | None = None,
+        condition: Annotated[str, Query(alias="filter", max_length=MOST_LETTERS)] = "",
+        search: Name = "",
+        order: Name = "",
+        show: Name = "",
+        group: Name = "",
+        from_step: Annotated[Whole | None, Query(alias="from")] = None,
+        to_step: Annotated[Whole | None, Query(alias="to")] = None,
+        offset: Whole = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 50,
+    ) -> Answer:
+        is_part = from_step is not None or to_step is not None
+        between = (from_step or 0, WHOLE if to_step is None else to_step) if is_part else None
+        asked = query_of(
+            table,
+            condition=condition,
+            search=search,
+            order=order,
+            show=show,
+            group=group,
+            between=between,
+            limit=limit,
+            offset=offset,
+        )
+        return Answer(tables.answer(run, asked))
 
     return router
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from types import TracebackType
 
 from rlsys.dashboard.configs import RunConfig, changed_at, read_config
-from rlsys.dashboard.folders import EVENTS, METRICS, RunFolder
+from rlsys.dashboard.folders import EVALUATIONS, EVENTS, METRICS, RunFolder
 from rlsys.dashboard.history import EventHistory
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.rollout_files import RolloutFiles
 from rlsys.dashboard.rollout_listing import Lists
+from rlsys.replay.rollout_log import WHOLE_FORMAT, RolloutRecord
 
 _AT_ONCE = 16
 """Most blocks of spans to summarise during a request; if there are more, a thread summarises them."""
@@ -26,7 +29,10 @@ class OpenedRun:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.config = RunConfig()
-        self.rollouts = RolloutFiles(folder)
+        self.rollouts = RolloutFiles(folder, "rollouts")
+        self.machine = MachineUse(folder)
+        self._samples: dict[str, RolloutFiles] = {}
+        """Samples of evaluations, by data set."""
         self._config_at = (-1, -1)
         self._lock = threading.Lock()
         self._summarising: threading.Thread | None = None
@@ -45,6 +51,31 @@ class OpenedRun:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._lock.release()
+
+    def datasets(self) -> list[str]:
+        """Data sets with evaluations on disk, by name."""
+        return self.folder.folders(EVALUATIONS)
+
+    def rollouts_of(self, dataset: str) -> RolloutFiles:
+        """Samples of the evaluations on a data set; empty: rollouts of training. Raises `NoSuch`."""
+        if not dataset:
+            return self.rollouts
+        if dataset not in self._samples:
+            if dataset not in self.datasets():
+                raise NoSuch(f"no evaluation on {dataset!r:.200} is on disk; `/api/evaluations` lists those that are")
+            self._samples[dataset] = RolloutFiles(self.folder, EVALUATIONS, dataset)
+        return self._samples[dataset]
+
+    def is_replayable(self, record: RolloutRecord) -> bool:
+        """True if all that `rlsys replay` needs to train the step of `record` again was written.
+
+        That is every group of every step since the newest checkpoint before it, or since the beginning.
+        """
+        step, folder = record.step, self.folder.path / "checkpoints"
+        saved = [path.parent.name.removeprefix("step_") for path in folder.glob("step_*/manifest.json")]
+        start = max((int(name) for name in saved if name.isdecimal() and int(name) < step), default=0)
+        is_whole = record.record_v >= WHOLE_FORMAT and self.config.values.get("record.share", 1.0) == 1.0
+        return is_whole and set(range(start + 1, step + 1)) <= set(self.rollouts.steps())
 
     def _look(self) -> None:
         """Process new data. If alert thresholds changed or files were replaced, read everything again."""

@@ -12,26 +12,33 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rlsys.dashboard.cluster_view import cluster, window
 from rlsys.dashboard.configs import differences
 from rlsys.dashboard.episodes import episode_answer, group_answer
+from rlsys.dashboard.evaluations import evaluation_answer, evaluation_row, newest_first
 from rlsys.dashboard.folders import RunFolder, all_runs, as_text, find_run
 from rlsys.dashboard.open_run import OpenedRun
 from rlsys.dashboard.pending_groups import ledger
 from rlsys.dashboard.responses import (
     AlertRule,
     AlertsAnswer,
+    Axis,
     Change,
     ClusterAnswer,
     CompareAnswer,
     EpisodeAnswer,
+    EvaluationAnswer,
+    EvaluationsAnswer,
+    FailuresAnswer,
     GroupAnswer,
     GroupsAnswer,
     LedgerAnswer,
     LogAnswer,
+    MachineAnswer,
     MetricsAnswer,
     RunAnswer,
     RunsAnswer,
@@ -39,13 +46,25 @@ from rlsys.dashboard.responses import (
     SeriesAnswer,
     TaskAnswer,
     TasksAnswer,
+    WorkerLogsAnswer,
 )
+from rlsys.dashboard.rollout_listing import neighbours
 from rlsys.dashboard.run_preview import Glimpses
-from rlsys.dashboard.summary import open_alerts, summary, summary_of_several
+from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
+from rlsys.dashboard.worker_logs import logs_answer
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
 """Most runs kept in memory, least recently used evicted first: as many as can be compared."""
+
+
+class ListedRun(NamedTuple):
+    """Run in the list of runs."""
+
+    folder: RunFolder
+    summary: RunSummary
+    metrics: Mapping[str, float]
+    """Metric -> mean over its last 20 steps, or value of its last evaluation."""
 
 
 class Readings:
@@ -70,9 +89,16 @@ class Readings:
 
     def runs(self) -> RunsAnswer:
         """Every run, newest first."""
+        return RunsAnswer(as_text(self._root), [listed.summary for listed in self.runs_with_metrics()])
+
+    def runs_with_metrics(self) -> list[ListedRun]:
+        """Every run with its metrics, newest first."""
         found = [self._at_a_glance(folder) for folder in all_runs(self._root)]
-        found.sort(key=lambda row: row.started_s or 0.0, reverse=True)
-        return RunsAnswer(as_text(self._root), found)
+        return sorted(found, key=lambda listed: listed.summary.started_s or 0.0, reverse=True)
+
+    def folder(self, run: str) -> RunFolder:
+        """Folder of a run. Raises `NoSuch`."""
+        return find_run(self._root, run)
 
     def run(self, run: str) -> RunAnswer:
         with self._open(run) as opened:
@@ -99,9 +125,18 @@ class Readings:
             begin = max(0, end - limit)
             return LogAnswer(log[begin:end][::-1], begin or None)
 
-    def series(self, run: str, names: Sequence[str], points: int = 1000) -> SeriesAnswer:
+    def series(
+        self,
+        run: str,
+        names: Sequence[str],
+        points: int = 1000,
+        x: Axis = "step",
+        stretch: tuple[float | None, float | None] = (None, None),
+    ) -> SeriesAnswer:
         with self._open(run) as opened:
-            return SeriesAnswer(opened.history.columns.series(names, points))
+            columns = opened.history.columns
+            axis = columns.axis(x)
+            return SeriesAnswer(columns.series(names, points, axis, stretch), "step" if axis is None else x)
 
     def metrics(self, run: str) -> MetricsAnswer:
         with self._open(run) as opened:
@@ -123,14 +158,32 @@ class Readings:
         with self._open(run) as opened:
             return opened.lists.step(step, page, show, q)
 
-    def group(self, run: str, step: int, group_id: int) -> GroupAnswer:
+    def evaluations(self, run: str) -> EvaluationsAnswer:
+        """Every evaluation."""
         with self._open(run) as opened:
-            record = opened.rollouts.record(step, group_id)
-            return group_answer(record, opened.lists.beside(step, group_id))
+            samples = {name: opened.rollouts_of(name) for name in opened.datasets()}
+            done = newest_first(opened.history.evaluations.values())
+            return EvaluationsAnswer([evaluation_row(one, samples.get(one.dataset)) for one in done])
 
-    def episode(self, run: str, step: int, group_id: int, episode: int) -> EpisodeAnswer:
+    def evaluation(self, run: str, dataset: str, step: int, page: int = 0) -> EvaluationAnswer:
+        """Tasks of one evaluation."""
         with self._open(run) as opened:
-            return episode_answer(opened.rollouts.record(step, group_id), episode, opened.folder.path)
+            return evaluation_answer(opened.rollouts_of(dataset), dataset, step, page)
+
+    def group(self, run: str, step: int, group_id: int, dataset: str = "") -> GroupAnswer:
+        """A group trained by a step, or a task of the evaluation of that version on a data set."""
+        with self._open(run) as opened:
+            rollouts = opened.rollouts_of(dataset)
+            record = rollouts.record(step, group_id)
+            near = neighbours(rollouts.group_ids(step), group_id) if dataset else opened.lists.beside(step, group_id)
+            return group_answer(record, near)
+
+    def episode(self, run: str, step: int, group_id: int, episode: int, dataset: str = "") -> EpisodeAnswer:
+        """An episode of `group`."""
+        with self._open(run) as opened:
+            record = opened.rollouts_of(dataset).record(step, group_id)
+            is_replayable = not dataset and opened.is_replayable(record)
+            return episode_answer(record, episode, opened.folder.path if is_replayable else None)
 
     def task(self, run: str, task: str) -> TaskAnswer:
         with self._open(run) as opened:
@@ -147,6 +200,31 @@ class Readings:
         with self._open(run) as opened:
             bound = opened.config.int_of("asynchrony.max_staleness")
             return cluster(opened.history, bound, window(opened.history, from_s, to_s), width)
+
+    def machine(self, run: str, points: int = 500) -> MachineAnswer:
+        """Use of processors, memory, GPUs and networks by every worker and node."""
+        with self._open(run) as opened:
+            opened.machine.look()
+            return opened.machine.answer(points)
+
+    def logs(
+        self,
+        run: str,
+        workers: Sequence[str] = (),
+        level: str = "debug",
+        q: str = "",
+        page: int = 0,
+        limit: int = 200,
+    ) -> WorkerLogsAnswer:
+        """Output of the workers."""
+        with self._open(run) as opened:
+            opened.machine.look()
+            return logs_answer(opened.folder, opened.machine, workers, level, q, page, limit)
+
+    def failures(self, run: str) -> FailuresAnswer:
+        """Why episodes of training failed."""
+        with self._open(run) as opened:
+            return opened.history.failures.answer()
 
     def ledger(self, run: str) -> LedgerAnswer:
         """Pending groups; for an ended or silent run, as of its last event."""
@@ -183,13 +261,14 @@ class Readings:
                 self._opened.popitem(last=False)
         return opened
 
-    def _at_a_glance(self, folder: RunFolder) -> RunSummary:
-        """Summary of a run, without opening it if that would take long."""
+    def _at_a_glance(self, folder: RunFolder) -> ListedRun:
+        """Summary and metrics of a run, without opening it if that would take long."""
         glimpse = None if folder.id in self._opened else self._glimpses.of(folder)
         if glimpse is not None:
-            return summary(folder, glimpse.history, glimpse.config, self._now())
+            row = summary(folder, glimpse.history, glimpse.config, self._now())
+            return ListedRun(folder, row, glimpse.history.columns.recent(SUMMARY_STEPS))
         with self._open(folder.id) as opened:
-            return self._summary(opened)
+            return ListedRun(folder, self._summary(opened), opened.history.columns.recent(SUMMARY_STEPS))
 
     def _summary(self, opened: OpenedRun) -> RunSummary:
         """Summary of a run that was entered."""
@@ -199,4 +278,4 @@ class Readings:
 
     def _policies(self, folder: RunFolder) -> list[RunSummary]:
         """Summaries of the policies of a run. A policy is entered after its run, never before, to avoid a deadlock."""
-        return [self._at_a_glance(policy) for policy in folder.policies]
+        return [self._at_a_glance(policy).summary for policy in folder.policies]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rlsys.monitoring.alerts import Alert
-from rlsys.types import Json
+from rlsys.types import EpisodeSpan, Json
 
 Status = Literal["starting", "running", "silent", "finished", "interrupted", "failed"]
 """`silent`: no event for long, and no end event; the run was killed, or is stuck."""
@@ -50,7 +50,9 @@ class RunSummary:
     eta_s: float | None
     """Estimated seconds left; only for status `running`."""
     reward: float | None
-    """Mean reward of its last step."""
+    """Mean reward of its last 20 steps."""
+    rewards: Sequence[float | None]
+    """Mean reward over its steps, reduced to the points of a small curve."""
     evaluations: Sequence[EvaluationScore]
     """Last score on each data set."""
     last_error: str | None
@@ -111,6 +113,10 @@ class LogAnswer:
     next_before: int | None
 
 
+Axis = Literal["step", "time", "tokens", "samples"]
+"""Unit in which a chart counts steps: seconds since the run began, or trained tokens or episodes, summed up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """One metric over steps, reduced to the points of a chart, with extremes preserved."""
@@ -121,17 +127,22 @@ class Series:
     steps: Sequence[int]
     values: Sequence[float | None]
     num_points: int
-    """Points before the reduction."""
+    """Points of the stretch before the reduction."""
+    xs: Sequence[float] | None = None
+    """Steps counted as `SeriesAnswer.x` says; None: `x` is `step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesAnswer:
-    """`/api/series?run=&name=&name=&points=`: one series for each requested name that the run reported, in order.
+    """`/api/series?run=&name=&name=&points=&x=&from=&to=`: one series for each requested name that the run reported.
 
-    A name may end in `*`, such as `eval/*` or `reward/by/*`, to match all names with that prefix.
+    A name may end in `*`, such as `eval/*` or `reward/by/*`, to match all names with that prefix. With `from` or `to`
+    only the points of that stretch of x are answered, so a shorter stretch has a finer resolution.
     """
 
     series: Sequence[Series]
+    x: Axis = "step"
+    """Unit of x: the requested one, or `step` if the run does not record what that needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +225,43 @@ class GroupsAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """One evaluation of a version."""
+
+    dataset: str
+    step: int
+    """Optimizer steps behind the evaluated weights."""
+    scores: Mapping[str, float | None]
+    """Measure -> value, such as `mean`, `pass@4` and `failed_frac`, see `eval/{dataset}/*` in metrics.md."""
+    failures: Mapping[str, float]
+    """Reason for which samples failed -> number of them."""
+    seconds: float | None
+    has_samples: bool
+    """True if the samples were written: `/api/evaluation` lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationsAnswer:
+    """`/api/evaluations?run=`: every evaluation, newest first."""
+
+    evaluations: Sequence[EvaluationRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationAnswer:
+    """`/api/evaluation?run=&dataset=&step=&page=`: the tasks of an evaluation whose samples were written, 50 per page.
+
+    `/api/group` and `/api/episode` take the same `dataset` and `step`.
+    """
+
+    dataset: str
+    step: int
+    groups: Sequence[GroupRow]
+    num_groups: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
     """One episode in the list of its group."""
 
@@ -227,6 +275,8 @@ class EpisodeRow:
     """Components of its reward."""
     num_tokens: int
     num_turns: int
+    seconds: float | None
+    """From its start to its end; None if not recorded."""
     agents: Sequence[str]
     """Names of its agents, the root first."""
     num_tool_calls: int
@@ -238,7 +288,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAnswer:
-    """`/api/group?run=&step=&group_id=`: the episodes of one task."""
+    """`/api/group?run=&step=&group_id=&dataset=`: the episodes of one task, of an evaluation if `dataset` is given."""
 
     step: int
     group_id: int
@@ -277,6 +327,9 @@ class TurnAnswer:
     """`left_out`: its trajectory has no advantage, or a correction masked it."""
     versions: Sequence[int]
     finish: str
+    start_s: float | None
+    """Seconds from the start of the episode; None if not recorded."""
+    seconds: float | None
     tool_calls: Sequence[Mapping[str, Json]]
     """Calls found in `text`: `name`, `arguments`."""
 
@@ -300,7 +353,7 @@ class TrajectoryAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeAnswer:
-    """`/api/episode?run=&step=&group_id=&episode=`"""
+    """`/api/episode?run=&step=&group_id=&episode=&dataset=`, see `GroupAnswer`."""
 
     step: int
     group_id: int
@@ -311,10 +364,15 @@ class EpisodeAnswer:
     answer: str | None
     parts: Mapping[str, float]
     reward: float | None
+    began_s: float | None
+    """Start, on the clock of the replica; None if not recorded."""
+    seconds: float | None
+    timeline: Sequence[EpisodeSpan]
+    """Turns, tool calls and environments by start; empty if not recorded."""
     trajectories: Sequence[TrajectoryAnswer]
     """The root first."""
     replay: str
-    """Command that computes its step again."""
+    """Command that computes its step again; empty if that is not possible, as for an episode of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -508,6 +566,97 @@ class PendingRow:
     """True if it takes far longer than other groups."""
 
 
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogLine:
+    """A line of a worker's output."""
+
+    time_s: float
+    """At most a few seconds after it was written; the clock is that of the worker's node."""
+    worker: str
+    level: LogLevel
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogsAnswer:
+    """`/api/logs?run=&worker=&level=&q=&page=&limit=`: output of these workers, or of all, newest line first.
+
+    Only lines of at least `level` that match the regular expression `q`, of the last 1 MiB of each file.
+    """
+
+    lines: Sequence[WorkerLogLine]
+    num_lines: int
+    page: int
+    workers: Sequence[str]
+    """All that have a log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRow:
+    """Last sample of a worker; a value that it does not have is null."""
+
+    worker: str
+    host: str
+    pid: int
+    seen_s: float
+    cpu: float | None
+    """Busy cores."""
+    memory: float | None
+    """Bytes."""
+    gpu: float | None
+    """Busy share."""
+    gpu_memory: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSeries:
+    """One number over time; null where it is not known."""
+
+    name: str
+    unit: str
+    help: str
+    times_s: Sequence[float]
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineAnswer:
+    """`/api/machine?run=&points=`: use of the machines by every worker and node. The names of series are in metrics.md,
+    under `machine/` and `node/`."""
+
+    workers: Sequence[MachineRow]
+    series: Sequence[TimeSeries]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRow:
+    """Reason for which episodes of training failed."""
+
+    reason: str
+    """Text of the exception or of the failed check, cut to 2,000 characters."""
+    num_episodes: int
+    first_s: float
+    last_s: float
+    last_group_id: int
+    last_task_id: str
+    """Group and task of the last such episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailuresAnswer:
+    """`/api/failures?run=`: why episodes of training failed, the most frequent reason first.
+
+    Those of evaluations are in `/api/evaluations`."""
+
+    failures: Sequence[FailureRow]
+    num_failed: int
+    num_episodes: int
+    """Failed or scored."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAnswer:
     """`/api/ledger?run=`: pending groups with their workers and ages, oldest first."""
@@ -546,6 +695,52 @@ class Change:
     revision: int
     step: int
     status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """Column of a table."""
+
+    name: str
+    kind: Literal["int", "float", "text", "bool", "time"]
+    """`time`: Unix seconds."""
+    help: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableAnswer:
+    """`/api/table?run=&table=&filter=&search=&order=&show=&group=&from=&to=&offset=&limit=` and `/api/query?run=&q=`:
+    rows of a table; see `rlsys.dashboard.query_language`."""
+
+    table: str
+    columns: Sequence[TableColumn]
+    """Columns to show, in order."""
+    rows: Sequence[Mapping[str, Json]]
+    """Column -> value, null if it is empty. Rows also have the columns that links need, such as `step`, `group_id` and
+    `episode`. Texts are cut to 200 characters around what was looked for."""
+    num_rows: int
+    """Rows on all pages."""
+    offset: int
+    indexed: float
+    """Share of the run that the index covers; below 1 while it is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableDescription:
+    """Table that can be queried."""
+
+    name: str
+    help: str
+    columns: Sequence[TableColumn]
+    shown: Sequence[str]
+    """Columns shown by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class TablesAnswer:
+    """`/api/tables?run=`: every table with its columns; without `run`, only the table of runs."""
+
+    tables: Sequence[TableDescription]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Files of rollouts, one per step. Only the requested group is decoded."""
+"""Files of rollouts, one per step, of training or of an evaluation. Only the requested group is decoded."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _KEPT = 4
 
 
 class RolloutFiles:
-    """Written rollouts of a run."""
+    """Written rollouts of a run: of its training, or of one of its evaluations."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, *parts: str) -> None:
+        """`parts`: the folder of the files in that of the run, such as `rollouts`."""
+        self._folder, self._parts = folder, parts
         self._listed_ns = -1
         self._names: dict[int, str] = {}
         self._records: OrderedDict[tuple[int, int, int], RolloutRecord] = OrderedDict()
@@ -39,7 +40,7 @@ class RolloutFiles:
 
     def steps(self) -> list[int]:
         """Steps with written rollouts, ascending."""
-        path = self._folder.path / "rollouts"
+        path = self._folder.path.joinpath(*self._parts)
         try:
             changed_ns = path.stat().st_mtime_ns
             if changed_ns != self._listed_ns:
@@ -54,13 +55,13 @@ class RolloutFiles:
     @property
     def _leads_out(self) -> bool:
         """True if the folder of rollouts is a link to a folder outside the served one."""
-        return not Path(os.path.realpath(self._folder.path / "rollouts")).is_relative_to(self._folder.root)
+        return not Path(os.path.realpath(self._folder.path.joinpath(*self._parts))).is_relative_to(self._folder.root)
 
     def _listed(self, path: Path) -> Iterator[tuple[int, str]]:
         with os.scandir(path) as entries:
             for entry in entries:
                 step = step_in(entry.name)
-                if step is not None and (not entry.is_symlink() or self._folder.file("rollouts", entry.name)):
+                if step is not None and (not entry.is_symlink() or self._folder.file(*self._parts, entry.name)):
                     yield step, entry.name
 
     def group_ids(self, step: int) -> list[int]:
@@ -118,12 +119,14 @@ class RolloutFiles:
         if step not in self._names:
             self.steps()
         name = self._names.get(step) or self._missing(step)
-        return self._folder.file("rollouts", name) or self._missing(step)
+        return self._folder.file(*self._parts, name) or self._missing(step)
 
     def _missing(self, step: int) -> NoReturn:
         if self._leads_out:
             root = as_text(self._folder.root)
-            raise NoSuch(f"`rollouts` leads out of {root}, the folder that is served: serve one that holds both")
+            raise NoSuch(
+                f"`{'/'.join(self._parts)}` leads out of {root}, the folder that is served: serve one that holds both"
+            )
         steps = self.steps()
         written = f"those of {len(steps)} steps from {steps[0]} to {steps[-1]} were" if steps else "none were"
         raise NoSuch(f"the rollouts of step {step} cannot be read, {written} written; see record.rollouts_every")

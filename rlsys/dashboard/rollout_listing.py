@@ -66,11 +66,7 @@ class Lists:
 
     def beside(self, step: int, group_id: int) -> Neighbours:
         """Neighbours of a group in its step."""
-        group_ids = self._group_ids(step)
-        if group_id not in group_ids:
-            return Neighbours(None, None)
-        at = group_ids.index(group_id)
-        return Neighbours(group_ids[at - 1] if at else None, group_ids[at + 1] if at + 1 < len(group_ids) else None)
+        return neighbours(self._group_ids(step), group_id)
 
     def task(self, task_id: str) -> TaskAnswer:
         """One task over time. Raises `NoSuch`."""
@@ -98,7 +94,7 @@ class Lists:
         if not is_written or (told and len(told) == len(facts)):
             return told
         if self._from_file[0] != step:
-            self._from_file = (step, [_row_of(record) for record in self.rollouts.records(step)])
+            self._from_file = (step, [row_of(record) for record in self.rollouts.records(step)])
         return self._from_file[1]
 
     def _of_task(self, task_id: str) -> list[GroupFacts]:
@@ -116,6 +112,14 @@ class Lists:
             last_reward=means[-1] if means else None,
             last_step=max(steps, default=None),
         )
+
+
+def neighbours(group_ids: Sequence[int], group_id: int) -> Neighbours:
+    """Return the neighbours of a group among these; none if it is not among them."""
+    if group_id not in group_ids:
+        return Neighbours(None, None)
+    at = group_ids.index(group_id)
+    return Neighbours(group_ids[at - 1] if at else None, group_ids[at + 1] if at + 1 < len(group_ids) else None)
 
 
 def _page(rows: Sequence[T], page: int) -> Sequence[T]:
@@ -140,8 +144,8 @@ def _row(facts: GroupFacts, rewards: RewardRange, step: int, is_written: bool) -
     )
 
 
-def _row_of(record: RolloutRecord) -> GroupRow:
-    """Row of a recorded group."""
+def row_of(record: RolloutRecord) -> GroupRow:
+    """Row of a recorded group, of a step or of an evaluation, whose staleness is 0."""
     rewards = rewards_of(record)
     roots = [episode.trajectories[0] for episode in record.episodes]
     versions = [s.version for e in record.episodes for t in e.trajectories for turn in t.turns for s in turn.versions]

@@ -32,10 +32,10 @@ class Chunk(NamedTuple):
 class Tail:
     """Reader of a growing file. A last line without its end is read once it is complete."""
 
-    def __init__(self, path: Path | None) -> None:
-        """`path` None: the file does not exist."""
+    def __init__(self, path: Path | None, offset: int = 0) -> None:
+        """`path` None: the file does not exist. `offset`: of the first line to read."""
         self._path = path
-        self._offset = 0
+        self._offset = offset
         self._inode: int | None = None
 
     @property

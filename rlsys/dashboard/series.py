@@ -6,11 +6,15 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from math import isnan
+from statistics import fmean
 
-from rlsys.dashboard.responses import MetricName, Series
+from rlsys.dashboard.responses import Axis, MetricName, Series
 from rlsys.monitoring.metric_catalog import Metric, metric_of
 
 _NOT_IN_TABLE = Metric("", "")
+
+_RATES: Mapping[str, str] = {"tokens": "perf/tokens_per_s", "samples": "perf/samples_per_s"}
+"""Axis -> the metric which, times the seconds of a step, is what a step adds to it."""
 
 
 class _Column:
@@ -34,6 +38,11 @@ class _Column:
             self.steps.insert(at, step)
             self.values.insert(at, value)
 
+    def at(self, step: int) -> float:
+        """Value at a step, or else at the last step before; 0 if there is none."""
+        place = bisect_right(self.steps, step)
+        return self.values[place - 1] if place else 0.0
+
     def forget_after(self, step: int) -> None:
         at = bisect_right(self.steps, step)
         del self.steps[at:], self.values[at:]
@@ -44,9 +53,11 @@ class SeriesColumns:
 
     def __init__(self) -> None:
         self._columns: dict[str, _Column] = {}
+        self._times = _Column()
 
-    def put(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Store the metrics of a step or an evaluation."""
+    def put(self, step: int, metrics: Mapping[str, float], since_s: float = 0.0) -> None:
+        """Store the metrics of a step or an evaluation, told `since_s` seconds after the run began."""
+        self._times.put(step, since_s)
         for name, value in metrics.items():
             column = self._columns.get(name)
             if column is None:
@@ -55,13 +66,23 @@ class SeriesColumns:
 
     def forget_after(self, step: int) -> None:
         """Discard all later steps, because the run resumed after `step`."""
-        for column in self._columns.values():
+        for column in (self._times, *self._columns.values()):
             column.forget_after(step)
 
     def last(self, name: str, count: int = 1) -> list[float]:
         """Last finite values of a metric, oldest first."""
         column = self._columns.get(name)
         return [] if column is None else [v for v in column.values[-count:] if not isnan(v)]
+
+    def recent(self, count: int) -> dict[str, float]:
+        """Mean of each metric over its last `count` finite values; of evaluations, the last value."""
+        found = ((name, self.last(name, 1 if name.startswith("eval/") else count)) for name in self._columns)
+        return {name: fmean(values) for name, values in found if values}
+
+    def outline(self, name: str, points: int) -> list[float | None]:
+        """Values of a metric, thinned to about `points`; empty if there is none."""
+        column = self._columns.get(name)
+        return [] if column is None else [_finite(column.values[i]) for i in thinned(column.values, points)]
 
     def sum_since(self, name: str, step: int) -> float:
         """Sum of a metric over the steps after `step`; steps without it count as 0."""
@@ -89,10 +110,32 @@ class SeriesColumns:
         """Every metric, by name."""
         return [_named(name, column) for name, column in sorted(self._columns.items()) if column.steps]
 
-    def series(self, names: Sequence[str], points: int) -> list[Series]:
+    def axis(self, x: Axis) -> _Column | None:
+        """Value of x at each step; None if x is the step itself, or not recorded."""
+        if x == "step":
+            return None
+        if x == "time":
+            return self._times
+        rates, seconds = self._columns.get(_RATES[x]), self._columns.get("time/step")
+        if rates is None or seconds is None:
+            return None
+        sums, total = _Column(), 0.0
+        for step, rate in zip(rates.steps, rates.values, strict=True):
+            added = rate * seconds.at(step)
+            total += 0.0 if isnan(added) else added
+            sums.put(step, total)
+        return sums
+
+    def series(
+        self,
+        names: Sequence[str],
+        points: int,
+        axis: _Column | None = None,
+        stretch: tuple[float | None, float | None] = (None, None),
+    ) -> list[Series]:
         """Series of the available metrics, in the requested order; see `SeriesAnswer`."""
         found = dict.fromkeys(name for asked in names for name in self._matching(asked))
-        return [_series(name, self._columns[name], points) for name in found]
+        return [_series(name, self._columns[name], points, axis, stretch) for name in found]
 
     def _matching(self, asked: str) -> list[str]:
         if not asked.endswith("*"):
@@ -105,10 +148,17 @@ def _named(name: str, column: _Column) -> MetricName:
     return MetricName(name, metric.unit, metric.help, _finite(column.values[-1]))
 
 
-def _series(name: str, column: _Column, points: int) -> Series:
-    metric, kept = metric_of(name) or _NOT_IN_TABLE, thinned(column.values, points)
+def _series(
+    name: str, column: _Column, points: int, axis: _Column | None, stretch: tuple[float | None, float | None]
+) -> Series:
+    metric = metric_of(name) or _NOT_IN_TABLE
+    xs = column.steps if axis is None else [axis.at(step) for step in column.steps]
+    first = 0 if stretch[0] is None else bisect_left(xs, stretch[0])
+    last = len(xs) if stretch[1] is None else bisect_right(xs, stretch[1])
+    kept = [first + i for i in thinned(column.values[first:last], points)]
     steps, values = [column.steps[i] for i in kept], [_finite(column.values[i]) for i in kept]
-    return Series(name, metric.unit, metric.help, steps, values, len(column.steps))
+    counted = None if axis is None else [xs[i] for i in kept]
+    return Series(name, metric.unit, metric.help, steps, values, max(last - first, 0), counted)
 
 
 def _finite(value: float) -> float | None:

@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,12 +22,15 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from rlsys.dashboard.connections import DEFAULT_LIMITS, ConnectionLimits, protocol_of
+from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import app_of
+from rlsys.dashboard.index_followers import IndexFollowers
 from rlsys.dashboard.listener import Listener
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.security import Guard
 from rlsys.dashboard.stream import Changes
+from rlsys.dashboard.table_queries import Tables
 from rlsys.util.logs import BoundedLog
 
 _GOODBYE_S = 2
@@ -44,8 +48,9 @@ class Dashboard:
             raise NoSuch(f"{folder} is no folder: give the directory of a run, or a folder of them")
         readings = Readings(folder)
         changes = Changes(readings)
+        self._folder, self._indexes = RunFolder(folder.resolve(), "."), IndexFollowers()
         config = uvicorn.Config(
-            Guard(app_of(readings, changes), listener.access),
+            Guard(app_of(readings, Tables(readings, self._indexes), changes), listener.access),
             loop="asyncio",
             http=protocol_of(limits),
             ws="none",
@@ -62,6 +67,7 @@ class Dashboard:
 
     def serve(self) -> None:
         """Serve until `stop`, Ctrl-C or SIGTERM."""
+        self._indexes.start()
         with suppress(KeyboardInterrupt):  # uvicorn has already shut down properly
             self._server.run(sockets=[self._socket])
 
@@ -77,6 +83,7 @@ class Dashboard:
             self.stop()
 
         os.nice(_NICE)
+        self._indexes.want(self._folder, inf)
         threading.Thread(target=wait, daemon=True).start()
         self.serve()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 
 from rlsys.dashboard.configs import RunConfig
 from rlsys.dashboard.folders import RunFolder
@@ -13,7 +13,9 @@ from rlsys.dashboard.responses import EvaluationScore, RunSummary, Status
 from rlsys.dashboard.series import SeriesColumns
 from rlsys.monitoring.alerts import Alert
 
-_STEPS = 20
+SUMMARY_STEPS = 20
+"""Last steps over which a summary is made."""
+_POINTS = 40
 _LEAST_SILENCE_S = 60.0
 _SILENT_STEPS = 10
 _START_UP_S = 600.0
@@ -36,7 +38,7 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
     """Summarise a run as of `now_s`."""
     status, step_s = _status(folder, history, config, now_s), _step_s(history)
     total = _total_steps(history, config)
-    reward = history.columns.last("reward/mean")
+    rewards = history.columns.last("reward/mean", SUMMARY_STEPS)
     left = None if total is None or step_s is None else max(0, total - history.step) * step_s
     return RunSummary(
         id=folder.id,
@@ -50,7 +52,8 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
         updated_s=history.last_s,
         step_s=step_s,
         eta_s=left if status == "running" else None,
-        reward=reward[-1] if reward else None,
+        reward=fmean(rewards) if rewards else None,
+        rewards=history.columns.outline("reward/mean", _POINTS),
         evaluations=_evaluations(history.columns),
         last_error=_last_error(history, folder if status == "silent" else None),
         num_alerts=len(open_alerts(history, config, now_s)),
@@ -110,7 +113,7 @@ def _status(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
 
 def _step_s(history: EventHistory) -> float | None:
     """Median seconds of its last steps."""
-    times_s = history.columns.last("time/step", _STEPS)
+    times_s = history.columns.last("time/step", SUMMARY_STEPS)
     return median(times_s) if times_s else None
 
 

@@ -55,6 +55,7 @@ class _Followed:
 
     def __init__(self, folder: Path, policy: str = "") -> None:
         self._folder, self._policy = folder, policy
+        self._run_dir = "" if policy else folder
         self._sink: ConsoleSink | None = None
         self._total_steps = self._sink_steps = 0
         self._begin()
@@ -110,7 +111,7 @@ class _Followed:
         if self._sink is None or self._sink_steps != self._total_steps:
             self.close()
             self._sink, self._sink_steps = (
-                ConsoleSink(self._total_steps, stream, policy=self._policy),
+                ConsoleSink(self._total_steps, stream, policy=self._policy, run_dir=self._run_dir),
                 self._total_steps,
             )
         return self._sink

@@ -200,8 +200,10 @@ class Member:
 
     async def run(self, data: preflight.Data, stops: Stops, progress: Progress) -> None:
         """Run to the end of its steps, or of its part in the search."""
+        from workers.ray import vitals
+
         try:
-            with self.job.end_emitted():
+            with self.job.end_emitted(), vitals.of_run(self.config.run_dir):
                 await self.job.train(data, stops, progress=progress, meetings=self)
         finally:
             self.population.leave(self.number)

@@ -219,7 +219,8 @@ class PolicyRun:
         """Open all that writes to its run directory, which must exist. `policy`: its name, if there are several."""
         result, events = TrainResult(str(config.run_dir)), Events([JsonlSink(config.run_dir)])
         if progress:
-            events.attach(ConsoleSink(config.run.steps, policy=policy))
+            run_dir = "" if policy else config.run_dir
+            events.attach(ConsoleSink(config.run.steps, policy=policy, run_dir=run_dir))
         events.attach(Summary(result, events, began))
         for plugin in config.tracking:
             events.attach(InThread(plugin, facts_of(config)))
@@ -260,7 +261,7 @@ class TrainingJob:
         if not config.policies:
             return cls(config, runs, runs[POLICY].events, runs[POLICY].result, began)
         result = TrainResult(str(config.run_dir), policies={name: run.result for name, run in runs.items()})
-        shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0)] if progress else [])])
+        shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0, run_dir=config.run_dir)] if progress else [])])
         shared.attach(Summary(result, shared, began))
         return cls(config, runs, shared, result, began)
 
@@ -298,6 +299,7 @@ class TrainingJob:
     async def train_in_cluster(self, stopping: Stopping) -> None:
         """Look everything up, join or start a cluster, train there."""
         from workers.ray import cluster as ray_cluster
+        from workers.ray import vitals
 
         this = asyncio.current_task()
         assert this is not None
@@ -315,7 +317,8 @@ class TrainingJob:
                     async with cluster.watch.during(self._emit_loss, self._end_stuck):
                         ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
                         link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
-                        await self.train(data, interruptible)
+                        with vitals.of_run(self.config.run_dir):
+                            await self.train(data, interruptible)
                     self.result.steps = min(run.result.steps for run in self.runs.values())
                 except ClusterLost as lost:
                     self._note_saved(lost)

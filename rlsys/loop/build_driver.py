@@ -137,7 +137,8 @@ def _evaluation_of(
         return None
     evaluator = evaluator_of(config, workers.evaluation, workers.rewards, sets, events)
     folder = config.run_dir / EVALUATIONS
-    return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best)
+    record = workers.actor.record_evaluated if config.record.rollouts_every else None
+    return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best, record)
 
 
 def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:

@@ -13,13 +13,14 @@ from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
 from rlsys.config.sections import EvalSection, ks_up_to
-from rlsys.contracts import PinnedRollouts, Rewards, Rollouts
+from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, TrainedGroup
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
 from rlsys.loop.checkpoint import DriverState
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.failure_policy import FailurePolicy, Retries
-from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy
+from rlsys.loop.rollout_records import is_written
+from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy, failures_in
 from rlsys.types import Assignment, Group, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
 from rlsys.util.seeds import group_seed
@@ -27,6 +28,8 @@ from rlsys.weight_sync.sync import WeightSync
 
 GroupCheck: TypeAlias = Callable[[Group], Awaitable[None]]
 """Called with a rolled-out group; a worker error that it raises counts as that worker's failure."""
+Record: TypeAlias = Callable[[Path, PolicyVersion, Sequence[TrainedGroup]], Awaitable[None]]
+"""Writes the groups of an evaluation of a version to a file, see `Actor.record_evaluated`."""
 EVALUATIONS = "evaluations"
 """Folder of the results in a run directory."""
 Z_95 = 1.96
@@ -153,22 +156,31 @@ class Evaluator:
         self._room = asyncio.Semaphore(self.max_open)
         self._retries = Retries(self.events, self.failures.decide)
 
-    async def measure(self, dataset: str, version: PolicyVersion = 0, check: GroupCheck | None = None) -> EvalMetrics:
-        """Evaluate one data set on weights no older than `version`.
+    async def measure(self, dataset: str) -> EvalMetrics:
+        """Evaluate one data set. Raises the errors of `sample` and `metrics_of`."""
+        return self.metrics_of(dataset, await self.sample(dataset))
+
+    async def sample(
+        self, dataset: str, version: PolicyVersion = 0, check: GroupCheck | None = None
+    ) -> list[Group | None]:
+        """Return the scored group of every task of a data set, on weights no older than `version`; None for a prompt
+        over the limit.
 
         `check` is called with every group before scoring. The failure policy decides on retries. Raises `RunAborted` if
-        it ends the run, and `RlsysError` if nothing could be scored. Tasks with prompts over the limit are counted and
-        skipped.
+        it ends the run.
         """
         async with asyncio.TaskGroup() as work:
             scoring = [
                 work.create_task(self._scored(group_id, task, version, check))
                 for group_id, task in enumerate(self.sets[dataset])
             ]
-        scored = [done.result() for done in scoring]
-        groups = [group for group in scored if group is not None]
+        return [done.result() for done in scoring]
+
+    def metrics_of(self, dataset: str, sampled: Sequence[Group | None]) -> EvalMetrics:
+        """Return the metrics of what `sample` returned. Raises `RlsysError` if nothing could be scored."""
+        groups = [group for group in sampled if group is not None]
         try:
-            return eval_metrics_of(groups, self.rules.samples, self.rules.pass_reward, len(scored) - len(groups))
+            return eval_metrics_of(groups, self.rules.samples, self.rules.pass_reward, len(sampled) - len(groups))
         except RlsysError as error:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
 
@@ -212,7 +224,8 @@ class EvaluationLane:
     """Evaluates every version that is due, in parallel to training, on replicas that keep exactly that version.
 
     Results are written to `folder/DATASET/step_000010.json` with the rules and the hashes of weights and tasks. A
-    resumed run skips an evaluation for which all of these are equal.
+    resumed run skips an evaluation for which all of these are equal. The samples are beside them, in a Parquet file in
+    the form of `rlsys.replay.recorded_rollouts`; its groups are numbered by task.
     """
 
     evaluator: Evaluator
@@ -224,6 +237,8 @@ class EvaluationLane:
     folder: Path
     best: BestCheckpoints = field(default_factory=lambda: BestCheckpoints(0))
     """Receives all results."""
+    record: Record | None = None
+    """Writes the samples; None if none are recorded."""
     was_given_up: bool = field(default=False, init=False)
     """True if an evaluation that was due did not begin, or was cancelled by `stop`."""
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
@@ -303,12 +318,27 @@ class EvaluationLane:
                 raise WeightsMismatch(group.replica, f"rolling out group {group.group_id}", detail)
             self._on_progress()
 
-        measures = await self.evaluator.measure(dataset, version, check)
+        sampled = await self.evaluator.sample(dataset, version, check)
         seconds = asyncio.get_running_loop().time() - began
-        self._write(dataset, version, measures)
-        metrics = measures.as_metrics(dataset)
-        self.best.add(version, _by_name(dataset, measures.as_json()))
-        self.evaluator.events.emit(EvalDone(version, dataset, self.weights.published[version], seconds, metrics))
+        recorded = asyncio.create_task(self._record(dataset, version, sampled))
+        try:
+            measures = self.evaluator.metrics_of(dataset, sampled)
+            self._write(dataset, version, measures)
+            self.best.add(version, _by_name(dataset, measures.as_json()))
+            metrics, failures = measures.as_metrics(dataset), failures_in(filter(None, sampled))
+            done = EvalDone(version, dataset, self.weights.published[version], seconds, metrics, failures)
+            self.evaluator.events.emit(done)
+        finally:
+            await recorded
+
+    async def _record(self, dataset: str, version: PolicyVersion, sampled: Sequence[Group | None]) -> None:
+        """Write the samples, also those of an evaluation without a score: they say why."""
+        if self.record is None:
+            return
+        path = _path(self.folder, dataset, version).with_suffix(".parquet")
+        pairs = enumerate(zip(self.evaluator.sets[dataset], sampled, strict=True))
+        groups = [TrainedGroup(place, task, group, ()) for place, (task, group) in pairs if group is not None]
+        await is_written(path, self.record(path, version, groups), self.evaluator.events)
 
     def _is_done(self, dataset: str, version: PolicyVersion) -> bool:
         row = _row_in(_path(self.folder, dataset, version))

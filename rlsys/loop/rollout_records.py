@@ -71,15 +71,23 @@ class RolloutRecords:
         return sorted(places[: ceil(self.share * len(places))])
 
     async def _finish(self, path: Path, step: int, written: Awaitable[None]) -> None:
-        try:
-            await written
-        except (OSError, CheckpointError) as error:
-            self.events.emit(FileSkipped(str(path), str(error)))
-        except RlsysError as error:  # the groups are trained: only this file is missing
-            worker = error.worker if isinstance(error, WorkerError) else "recorder"
-            self.events.emit(WorkerFailed(worker, f"writing {path.name}", str(error)))
-        except asyncio.CancelledError:
-            self.events.emit(FileSkipped(str(path), "the run ended before it was written"))
-            raise
-        else:
+        if await is_written(path, written, self.events):
             self.events.emit(RolloutsWritten(step, str(path)))
+
+
+async def is_written(path: Path, written: Awaitable[None], events: Events) -> bool:
+    """Wait for a file of rollouts. Returns False, after an event with the reason, if it could not be written: the run
+    goes on without it."""
+    try:
+        await written
+    except (OSError, CheckpointError) as error:
+        events.emit(FileSkipped(str(path), str(error)))
+    except RlsysError as error:
+        worker = error.worker if isinstance(error, WorkerError) else "recorder"
+        events.emit(WorkerFailed(worker, f"writing {path.name}", str(error)))
+    except asyncio.CancelledError:
+        events.emit(FileSkipped(str(path), "the run ended before it was written"))
+        raise
+    else:
+        return True
+    return False

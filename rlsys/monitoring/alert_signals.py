@@ -379,7 +379,7 @@ class Failed(StepSignal):
 
     def observe(self, event: Event, time_s: float) -> SignalReading | None:
         if isinstance(event, GroupScored):
-            self._reasons.extend(event.failures)
+            self._reasons.extend(_last_line(reason) for reason in event.failures)
         return super().observe(event, time_s)
 
     def read(self, step: int, metrics: Mapping[str, float]) -> SignalReading | None:
@@ -413,6 +413,8 @@ class FailedEvaluation:
         name = f"eval/{event.dataset}/failed_frac"
         if (share := _finite(event.metrics, name)) is not None:
             words = f"{_percent(share)} of the samples of the evaluation `{event.dataset}` of step {event.step} failed"
+            if reason := max(event.failures, key=lambda reason: event.failures[reason], default=""):
+                words += f", most often with “{_last_line(reason)}”"
             self._readings[name] = SignalReading(share, name, words)
         return max(self._readings.values(), default=None)
 
@@ -460,6 +462,11 @@ class EqualRewards(StepSignal):
         goes_on = is_equal and not is_solved
         same = self._num_steps.get(name, 0) if self._last.get(name) == value else 0
         self._num_steps[name], self._last[name] = (same + 1 if goes_on else 0), value
+
+
+def _last_line(reason: str) -> str:
+    """Last line of a reason, which of a traceback is the exception, at most 200 characters of it."""
+    return next((line.strip() for line in reversed(reason.splitlines()) if line.strip()), "")[:200]
 
 
 def _finite(metrics: Mapping[str, float], name: str) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, dataclass_transform
@@ -139,8 +140,8 @@ class GroupScored(Event):
     task_id: str
     rewards: tuple[float | None, ...]
     """Reward of each episode's root; None: the episode failed, or has no reward."""
-    failures: tuple[str, ...] = ()
-    """Why episodes failed, the first line of each reason, such as the text of an exception."""
+    failures: Mapping[str, float] = field(default_factory=dict)
+    """See `failures_in`."""
     worker: str = ""
     """Reward worker that scored it."""
     seconds: float = 0.0
@@ -285,6 +286,8 @@ class EvalDone(Event):
     """Seconds since the version was pinned."""
     metrics: Mapping[str, float]
     """Metric name -> value, e.g. `eval/held_out/pass@4`; see `rlsys.loop.evaluation.EvalMetrics`."""
+    failures: Mapping[str, float] = field(default_factory=dict)
+    """See `failures_in`."""
 
 
 class WorkerBusy(Event):
@@ -435,6 +438,9 @@ SHORTEST_S = 0.001
 """Shorter work is not emitted: it would be invisible on a timeline."""
 
 
+MOST_REASON, MOST_REASONS = 2000, 20
+
+
 def emit_busy(events: Events, activity: str, spans: Iterable[Busy], answered_s: float) -> None:
     """Emit when one worker did `activity`, one of `rlsys.monitoring.events.ACTIVITIES`.
 
@@ -470,11 +476,12 @@ def group_scored(group: Group, busy: Busy | None = None) -> GroupScored:
     """Event of a group whose episodes were scored. `busy`: of the reward worker; None if none was needed."""
     roots = [episode.trajectories[0] for episode in group.episodes]
     rewards = tuple(None if root.outcome.is_failed else root.reward for root in roots)
-    failures = tuple(_first_line(root.outcome.reason) for root in roots if root.outcome.is_failed)
     worker, seconds = (busy.worker, busy.end_s - busy.start_s) if busy else ("", 0.0)
-    return GroupScored(group.group_id, group.task_id, rewards, failures, worker, seconds)
+    return GroupScored(group.group_id, group.task_id, rewards, failures_in([group]), worker, seconds)
 
 
-def _first_line(reason: str) -> str:
-    """First line of a reason that is not empty, at most 200 characters of it."""
-    return next((line for line in reason.splitlines() if line.strip()), "")[:200]
+def failures_in(groups: Iterable[Group]) -> Mapping[str, int]:
+    """Return the reasons for which episodes failed, such as the traceback of a reward function, cut to
+    `MOST_REASON` characters, and the number of episodes of each; at most `MOST_REASONS`, the most frequent first."""
+    roots = (episode.trajectories[0] for group in groups for episode in group.episodes if episode.is_failed)
+    return dict(Counter(root.outcome.reason[:MOST_REASON] for root in roots).most_common(MOST_REASONS))

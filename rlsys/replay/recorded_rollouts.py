@@ -42,7 +42,7 @@ _NAME = re.compile(r"step_(\d+)\.(?:parquet|jsonl)")
 _TURN = {"prompt_ids": IntArray, "output_ids": IntArray, "logprobs": FloatArray}
 _READING = {"trainer_logprobs": FloatArray, "entropies": FloatArray, "advantages": FloatArray, "is_masked": BoolArray}
 _PIECES = "pieces"
-_NUMBERS = ("step", "group_id", "permit_version", "episode", "num_tokens", "reward", "advantage")
+_NUMBERS = ("step", "group_id", "permit_version", "episode", "num_tokens", "reward", "advantage", "seconds")
 _SHORT = ("task_id", "source", "policy", "replica", "outcome", "reason")
 _SIGNAL = "signal_"
 """Prefix of the columns of signals."""
@@ -110,7 +110,7 @@ def _schema(signals: Iterable[str]) -> pa.Schema:
     lists: list[tuple[str, Any]] = [(name, pa.int32()) for name in ("prompt_ids", "output_ids")]
     lists += [(name, pa.float32()) for name in ("logprobs", "trainer_logprobs", "entropies", "advantages")]
     lists += [("is_masked", pa.bool_()), (_PIECES, pa.string()), *((_SIGNAL + s, pa.float32()) for s in signals)]
-    numbers = [(name, pa.float64() if name in ("reward", "advantage") else pa.int64()) for name in _NUMBERS]
+    numbers = [(name, pa.float64() if name in ("reward", "advantage", "seconds") else pa.int64()) for name in _NUMBERS]
     plain = [*numbers, *((name, pa.string()) for name in texts)]
     metadata = {_FORMAT: str(ROLLOUT_FORMAT).encode()}
     return pa.schema([*plain, *((name, pa.list_(kind)) for name, kind in lists)], metadata)
@@ -133,7 +133,7 @@ def _table(record: RolloutRecord) -> pa.Table:
     import pyarrow as pa
 
     schema, size = _schema(sorted(record.columns)), len(record.episodes)
-    rows = [_row(record, e) for e in range(size)]
+    rows = [episode_row(record, e) for e in range(size)]
     lists = [_lists(record, e) for e in range(size)]
     columns = []
     for field in schema:
@@ -172,8 +172,8 @@ def _list_column(rows: Sequence[Sequence[Sequence[Any]]], kind: pa.DataType) -> 
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
 
 
-def _row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
-    """Return the other columns of an episode."""
+def episode_row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
+    """Return the columns of an episode that are not lists."""
     episode, task = record.episodes[e], record.task
     root = episode.trajectories[0]
     prompt = (
@@ -190,6 +190,7 @@ def _row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
         "num_tokens": sum(len(turn.output_ids) for t in episode.trajectories for turn in t.turns),
         "reward": None if root.reward is None else float(root.reward),
         "advantage": None if (advantage := record.advantages[e][0]) is None else float(advantage),
+        "seconds": episode.seconds,
         "task_id": task.id,
         "source": task.source,
         "policy": record.policy,

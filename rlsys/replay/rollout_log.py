@@ -40,6 +40,9 @@ ROLLOUT_FORMAT = 3
 """Format of rollouts. Up to format 2 they were lines of JSON. Lines of format 1 have no format number, no columns, no
 readings, and one advantage per trajectory."""
 
+WHOLE_FORMAT = 2
+"""First format of rollouts that holds all that a step trained."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:

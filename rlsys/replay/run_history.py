@@ -17,14 +17,11 @@ from rlsys.errors import DataError
 from rlsys.loop.checkpoint import newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
 from rlsys.replay.recorded_rollouts import read_rollouts, rollout_path
-from rlsys.replay.rollout_log import RolloutRecord, decoder_of
+from rlsys.replay.rollout_log import WHOLE_FORMAT, RolloutRecord, decoder_of
 from rlsys.types import PolicyVersion
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone, RolledBack))
 """Beginnings of the relevant lines; a run has many other events."""
-
-WHOLE_FORMAT = 2
-"""First format of rollouts that holds all that a step trained."""
 
 
 @dataclass(slots=True)

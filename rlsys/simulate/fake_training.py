@@ -198,6 +198,10 @@ class FakeActor(_FakeModel):
 
         return write()
 
+    async def record_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
+        self._begin("record_evaluated")
+        await (await self.record(path, version, evaluated))
+
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         self._begin("save_groups")
         await self.world.fetch("save_groups", groups)

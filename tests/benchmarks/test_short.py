@@ -38,8 +38,9 @@ KEYS = {
     "cpu_split": {"sort"},
     "damage": {"configs", "rows", "gateway", "folders"},
     "dashboard": {
-        "open_s", "reader_mb", "whole_run_ms", "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share",
-        "events_per_step", "groups_per_step", "day_growth_mb", "day_events", "day_steps", "events",
+        "open_s", "reader_mb", "whole_run_ms", "index_s", "index_mb", "sort_s", "search_s", "zoom_s", "table_ms",
+        "page_ms", "page_ms_worst", "live_latency_s", "emit_us", "emit_share", "events_per_step", "groups_per_step",
+        "day_growth_mb", "day_events", "day_steps", "events",
     },
     "engines": {
         "tokens_per_s", "wrapper_cost", "wrapper_cost_median", "overlapping_over_plain", "weight_change",

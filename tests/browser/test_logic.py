@@ -161,7 +161,7 @@ def test_of_a_thousand_alerts_a_chart_tells_the_newest(logic: Logic) -> None:
     marks = logic("plotting.js", "newestOf", [{"x": step, "text": "not finite"} for step in range(1000)])
     assert [mark["x"] for mark in marks["told"]] == [999, 998, 997]
     assert marks["numMore"] == 997
-    assert len(marks["lines"]) == 20
+    assert len(marks["drawn"]) == 20
 
 
 def test_alerts_that_are_over_are_told_once_for_each_rule(logic: Logic) -> None:

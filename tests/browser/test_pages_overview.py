@@ -222,12 +222,13 @@ def asked(page: Page, origin: str) -> Any:
 
 def test_an_update_changes_only_what_differs(asked: Any) -> None:
     kept = asked("""async () => {
-      const { h, update } = await import("/dom.js");
-      const root = document.body.appendChild(h("div"));
+      const { html, update } = await import("/html.js");
+      const root = document.body.appendChild(document.createElement("div"));
       const pressed = [];
-      const row = (name, word) => h("li", { key: name }, h("button", { onclick: () => pressed.push(word) }, name));
+      const row = (name, word) =>
+        html`<li key=${name}><button onclick=${() => pressed.push(word)}>${name}</button></li>`;
       const draw = (names, word) => update(root,
-        h("details", null, h("summary", null, word)), h("ul", null, names.map((name) => row(name, word))));
+        html`<details><summary>${word}</summary></details><ul>${names.map((name) => row(name, word))}</ul>`);
       draw(["a", "b"], "old");
       root.querySelector("details").open = true;
       const [a, b] = root.querySelectorAll("button");
@@ -246,27 +247,28 @@ def test_an_update_changes_only_what_differs(asked: Any) -> None:
 
 def test_typed_input_stays_until_the_value_changes(asked: Any) -> None:
     assert asked("""async () => {
-      const { h, update } = await import("/dom.js");
-      const root = document.body.appendChild(h("div"));
-      const draw = (value) => update(root, h("input", { value }));
+      const { searchField } = await import("/components.js");
+      const { update } = await import("/html.js");
+      const root = document.body.appendChild(document.createElement("div"));
+      const draw = (words) => update(root, searchField("Find", words, () => "#"));
       draw("12");
-      root.firstChild.value = "typed";
+      const field = root.querySelector("input");
+      const before = field.value;
+      field.value = "typed";
       draw("12");
-      const kept = root.firstChild.value;
-      draw("13");
-      return [kept, root.firstChild.value];
-    }""") == ["typed", "13"]
+      return [before, field.value];
+    }""") == ["12", "typed"]
 
 
-def test_a_chart_that_is_closed_leaves_nothing_behind(asked: Any) -> None:
+def test_a_chart_that_is_gone_leaves_nothing_behind(asked: Any) -> None:
     assert asked("""async () => {
       const { Chart } = await import("/charts.js");
+      const { html, update } = await import("/html.js");
       const { default: uPlot } = await import("/vendor/uPlot.esm.js");
-      const chart = new Chart({ id: "x", title: "X", sync: "alone" });
-      document.body.append(chart.element);
-      chart.show([{ label: "a", xs: [1, 2], ys: [3, 4] }]);
+      const root = document.body.appendChild(document.createElement("div"));
+      update(root, html`<${Chart} id="x" title="X" sync="alone" lines=${[{ label: "a", xs: [1, 2], ys: [3, 4] }]} />`);
       const numDrawn = uPlot.sync("alone").plots.length;
-      chart.close();
+      update(root);
       return [numDrawn, uPlot.sync("alone").plots.length, document.getElementById("chart-x")];
     }""") == [1, 0, None]
 
@@ -294,10 +296,13 @@ def test_who_follows_a_run_that_is_gone_is_told(asked: Any, complaints: Complain
 
 def test_text_is_never_markup_and_links_lead_nowhere_else(asked: Any) -> None:
     assert asked("""async () => {
-      const { h } = await import("/dom.js");
-      const shown = h("p", { title: "<b>" }, "<img src=x onerror=alert(1)>");
-      const refused = ["javascript:alert(1)", "//evil.test", "https://evil.test"].filter((href) => {
-        try { h("a", { href }); return false; } catch { return true; }
+      const { html, update } = await import("/html.js");
+      const root = document.body.appendChild(document.createElement("div"));
+      update(root, html`<p title=${"<b>"}>${"<img src=x onerror=alert(1)>"}</p>`);
+      const refused = [{ href: "javascript:alert(1)" }, { href: "//evil.test" }, { href: "https://evil.test" },
+                       { dangerouslySetInnerHTML: { __html: "<b>" } }].filter((props) => {
+        try { html`<a ...${props} />`; return false; } catch { return true; }
       });
+      const shown = root.querySelector("p");
       return [shown.children.length, shown.textContent, refused.length];
-    }""") == [0, "<img src=x onerror=alert(1)>", 3]
+    }""") == [0, "<img src=x onerror=alert(1)>", 4]

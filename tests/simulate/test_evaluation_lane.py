@@ -21,6 +21,7 @@ from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.monitoring.events import EvalDone, Event, FileSkipped, StepDone, WorkerRestarted
+from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import (
     EventRecorder,
     FakePinnedRollouts,
@@ -166,6 +167,35 @@ def test_every_evaluation_file_has_its_measures_and_weight_hash(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- training and waiting
+
+
+def test_the_samples_of_every_evaluation_are_kept_with_their_failures(tmp_path):
+    """Also those without a score, with the reason."""
+    world = FakeWorld(reward=lambda group_id, episode: None if episode else 1.0)
+    driver = evaluated(world, tmp_path, recorder := EventRecorder(), every=3, steps=3)
+    assert driver.evaluation is not None
+    driver.evaluation.record = driver.workers.actor.record_evaluated
+    run_virtual(driver.run(0))
+    for done in recorder.of(EvalDone):
+        records = read_rollouts(tmp_path / "evaluations" / done.dataset / f"step_{done.step:06d}.parquet")
+        assert [record.task.id for record in records] == [f"task-{i}" for i in range(NUM_TASKS[done.dataset])]
+        outcomes = [e.trajectories[0].outcome for record in records for e in record.episodes]
+        assert sum(outcome.is_failed for outcome in outcomes) / len(outcomes) == 0.5
+        assert done.metrics[f"eval/{done.dataset}/failed_frac"] == 0.5
+        assert done.failures == {outcomes[1].reason: NUM_TASKS[done.dataset]}
+    assert len(recorder.of(EvalDone)) == 4
+
+
+def test_samples_that_cannot_be_written_cost_only_their_file(tmp_path):
+    async def broken(path: Path, version: int, evaluated: object) -> None:
+        raise OSError("No space left on device")
+
+    driver = evaluated(FakeWorld(), tmp_path, recorder := EventRecorder(), every=3, steps=3)
+    assert driver.evaluation is not None
+    driver.evaluation.record = broken
+    run_virtual(driver.run(0))
+    assert steps_of(recorder) == [0, 3]
+    assert {e.problem for e in recorder.of(FileSkipped)} == {"No space left on device"}
 
 
 def test_training_goes_on_while_a_version_is_measured(tmp_path):

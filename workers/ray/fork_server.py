@@ -40,6 +40,8 @@ PRELOADED = (
 """Modules that workers use, or Ray in them; one that is not installed is left out."""
 FIRST = "RLSYS_FORKED"
 """First variable of the server's environment."""
+EXITS = "exits"
+"""Folder beside the socket: a file for each worker that ended badly."""
 NUM_STREAMS = 3
 """Standard input, output and error, which the client hands over."""
 
@@ -55,7 +57,9 @@ def main() -> None:
                 import_module(name)
         gc.collect()
         gc.freeze()  # a collection in a fork would copy the pages of all these objects
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
+        exits = os.path.join(os.path.dirname(listener.getsockname()), EXITS)  # noqa: PTH118, PTH120
+        os.makedirs(exits, exist_ok=True)  # noqa: PTH103
+        signal.signal(signal.SIGCHLD, lambda number, frame: note_ends(exits))
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in ready:
@@ -65,6 +69,16 @@ def main() -> None:
                 listener.close()
                 become_worker(client)
             client.close()
+
+
+def note_ends(folder: str) -> None:
+    """Reap the workers that have ended, and write the exit code of those that ended badly to `folder/PID`: minus the
+    number of the signal, if one killed it."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if code := os.waitstatus_to_exitcode(ended[1]):
+                with suppress(OSError), open(os.path.join(folder, str(ended[0])), "w") as file:  # noqa: PTH118, PTH123
+                    file.write(str(code))
 
 
 def become_worker(client: socket.socket) -> None:

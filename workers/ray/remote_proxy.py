@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
+from workers.ray import vitals
 from workers.ray.cluster import LOOPBACK, NO_MATHS, Resources, forked, free_port, lacking, mark_semaphores
 from workers.ray.shared_memory import shared_memory_problem
 
@@ -73,6 +74,7 @@ class _Process:
     """
 
     def __init__(self, build: Callable[..., object]) -> None:
+        vitals.begin_in_worker()
         mark_semaphores()
         self._build = build
         self._worker: object = None
@@ -294,6 +296,7 @@ def start(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        **vitals.environment_of(name),
     }
     if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
@@ -344,7 +347,7 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
     except RayActorError as error:
-        raise WorkerDied(worker, phase, _with_cause(_first_line(error))) from error
+        raise WorkerDied(worker, phase, _with_cause(_first_line(error)) + await vitals.end_of(worker)) from error
     except RayError as error:
         raise WorkerDied(worker, phase, _with_cause(f"{type(error).__name__}: {_first_line(error)}")) from error
 

@@ -108,6 +108,12 @@ class RecorderHandle:
                 self.close()
                 raise
 
+    async def write_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
+        """Write groups that no rank has trained."""
+        groups = [own.group for own in evaluated]
+        bare = [replace(own, group=group) for own, group in zip(evaluated, _bare(groups), strict=True)]
+        await self.write(path, version, bare, (), _payloads(groups))
+
     async def _started(self) -> Remote[Recorder]:
         worker = self._start(self._num_before)
         try:
@@ -265,6 +271,10 @@ class ActorHandle(RanksHandle[ActorRank]):
         bare = [replace(own, group=group) for own, group in zip(trained, _bare(groups), strict=True)]
         assert self.recorder is not None, "a run that records has one"
         return self.recorder.write(path, step, bare, signals, parcel, *columns)
+
+    async def record_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
+        assert self.recorder is not None, "a run that records has one"
+        await self.recorder.write_evaluated(path, version, evaluated)
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
         await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))

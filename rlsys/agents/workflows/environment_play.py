@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import traceback
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,9 +69,8 @@ class EnvironmentPlay(Workflow):
                 session.reward(total)
             while True:
                 reply = await (agent.use(prompt, world.tools) if len(world.tools) else agent.chat(prompt))
-                asked_s = time.monotonic()
-                step = await world.step(reply)
-                session.waited("environment", time.monotonic() - asked_s)
+                with session.timed("environment", "step", agent):
+                    step = await world.step(reply)
                 if step.reward is not None and self.reward != "task":
                     total, is_scored = step.reward + (total if self.reward == "sum" else 0.0), True
                     session.reward(total)

@@ -1,16 +1,15 @@
 /** The agents of an episode as a tree to choose from: who called whom, what each was given. */
 
-import { h } from "./dom.js";
+import { badge } from "./components.js";
 import { count, number } from "./format.js";
-import { badge } from "./parts.js";
+import { html } from "./html.js";
 import { treeMove, treeOrder } from "./tree.js";
 
 /** `chosen` is the index of the one that is shown; `choose(index)` is called for another. */
 export function agentTree(trajectories, chosen, choose) {
   const order = treeOrder(trajectories);
-  const items = order.map((node) => item(trajectories[node.index], node, chosen, choose));
-  const tree = h("div", { class: "tree", role: "tree", "aria-label": "Agents of the episode", "data-testid": "tree" }, items);
-  tree.onkeydown = (event) => {
+  const onkeydown = (event) => {
+    const items = [...event.currentTarget.children];
     const place = items.indexOf(document.activeElement);
     if (place < 0) return;
     if (event.key === "Enter" || event.key === " ") {
@@ -24,19 +23,20 @@ export function agentTree(trajectories, chosen, choose) {
     items[to].tabIndex = 0;
     items[to].focus();
   };
-  return tree;
+  return html`<div class="tree" role="tree" aria-label="Agents of the episode" data-testid="tree" onkeydown=${onkeydown}>
+    ${order.map((node) => item(trajectories[node.index], node, chosen, choose))}</div>`;
 }
 
 function item(trajectory, node, chosen, choose) {
   const isChosen = node.index === chosen;
-  const reward = trajectory.reward === null ? null : `reward ${number(trajectory.reward)}`;
-  const advantage = trajectory.advantage === null ? null : `advantage ${number(trajectory.advantage)}`;
-  return h("div", {
-    role: "treeitem", "aria-level": String(node.depth + 1), "aria-selected": String(isChosen), tabindex: isChosen ? "0" : "-1",
-    class: "agent", style: { "--depth": String(node.depth) },
-    onclick: () => choose(node.index), "data-testid": "agent", "data-index": String(node.index),
-  },
-    h("span", { class: "agent-name" }, node.depth > 0 && h("span", { class: "branch", "aria-hidden": "true" }, "└ "), trajectory.agent,
-      trajectory.outcome !== "ok" && badge(trajectory.outcome, trajectory.outcome === "failed" ? "bad" : "warn", trajectory.reason || null)),
-    h("span", { class: "muted small" }, [count(trajectory.turns.length, "turn"), reward, advantage].filter(Boolean).join(" · ")));
+  const facts = [
+    count(trajectory.turns.length, "turn"),
+    trajectory.reward !== null && `reward ${number(trajectory.reward)}`,
+    trajectory.advantage !== null && `advantage ${number(trajectory.advantage)}`,
+  ];
+  return html`<div role="treeitem" aria-level=${node.depth + 1} aria-selected=${isChosen} tabindex=${isChosen ? 0 : -1} class="agent"
+    style=${{ "--depth": String(node.depth) }} onclick=${() => choose(node.index)} data-testid="agent" data-index=${node.index}>
+    <span class="agent-name">${node.depth > 0 && html`<span class="branch" aria-hidden="true">└ </span>`}${trajectory.agent}
+      ${trajectory.outcome !== "ok" && badge(trajectory.outcome, trajectory.outcome === "failed" ? "bad" : "warn", trajectory.reason || null)}</span>
+    <span class="muted small">${facts.filter(Boolean).join(" · ")}</span></div>`;
 }

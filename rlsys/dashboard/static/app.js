@@ -6,25 +6,26 @@
  *     export const title = "Groups";
  *     export async function render(root, place, { signal, run }) { …; return refresh; }
  *
- * `render` fills the empty element `root`. `place` is `{ view, run, query }` of `router.parse`. `run` is the RunAnswer,
+ * `render` fills the empty element `root` by `html.update`. `place` is `{ view, run, query }` of `router.parse`. `run` is the RunAnswer,
  * null outside of a run. `signal` is aborted when the person leaves the view: give it to `api.get`, and to listeners.
  * What it returns, `async refresh(run)`, or nothing, is called when the run has written something, never twice at once;
- * it brings `root` up to date without losing scroll, selection or focus: `dom.update` does that. An error thrown by
+ * it brings `root` up to date without losing scroll, selection or focus: `update` does that. An error thrown by
  * either is shown with its address and a way to try again. A view that changes its own address without being rendered
  * anew uses `router.note`; one that wants to be rendered anew uses links or `router.go`.
  * What somebody came for, further down, is marked by `data-arrive`. Keyboard: see `keys.js`. Everything a person or a test looks for has a `data-testid`.
  */
 
 import { get, stream } from "./api.js";
-import { h, update } from "./dom.js";
+import { failure } from "./components.js";
+import { update } from "./html.js";
 import * as keys from "./keys.js";
-import { failure } from "./parts.js";
 import { link, parse } from "./router.js";
 import { banners, header, helpDialog } from "./shell.js";
 
 /** View -> the one that Escape goes up to. */
 const PARENTS = {
   compare: "runs",
+  components: "runs",
   overview: "runs",
   groups: "overview",
   tasks: "overview",
@@ -33,6 +34,8 @@ const PARENTS = {
   alerts: "overview",
   log: "overview",
   config: "overview",
+  evaluations: "overview",
+  tables: "overview",
   group: "groups",
   episode: "group",
   task: "tasks",
@@ -40,7 +43,8 @@ const PARENTS = {
 
 const shell = document.getElementById("shell");
 const main = document.getElementById("main");
-const help = helpDialog();
+const help = document.body.appendChild(document.createElement("div"));
+update(help, helpDialog());
 
 /** Now: `{ place, title, run, refresh, abort, stop, connection, isPaused, isBusy, numMissed, error, problem }`. */
 let shown = null;
@@ -74,7 +78,7 @@ async function render(now, arrival) {
     place,
     abort: { signal },
   } = now;
-  const root = h("div", { class: `view view-${place.view}`, "data-testid": `view-${place.view}` });
+  let root = emptyRoot(place.view);
   Object.assign(now, { error: null, isBusy: true });
   main.setAttribute("aria-busy", "true");
   try {
@@ -86,16 +90,21 @@ async function render(now, arrival) {
   } catch (error) {
     if (now !== shown) return;
     now.error = error;
-    update(
-      root,
-      failure(now.title, readable(error, place), () => render(now, "same")),
-    );
+    root = emptyRoot(place.view); // of what was drawn of it nothing is left
+    update(root, failure(now.title, readable(error, place), () => render(now, "same")));
   }
   if (now !== shown) return;
   drawShell(now);
   putIn(root, arrival);
   now.isBusy = false;
   await catchUp(now); // with what was written meanwhile
+}
+
+function emptyRoot(view) {
+  const root = document.createElement("div");
+  root.className = `view view-${view}`;
+  root.dataset.testid = `view-${view}`;
+  return root;
 }
 
 /** Its module; the title is noted as soon as it is known, for errors to name it. */
@@ -110,7 +119,9 @@ async function viewOf(now) {
 function putIn(root, arrival) {
   const focused =
     arrival === "same" && main.contains(document.activeElement) ? document.activeElement.dataset.testid : null;
+  const before = main.firstElementChild;
   main.replaceChildren(root);
+  if (before) update(before); // its charts end
   main.removeAttribute("aria-busy");
   main.dataset.rendered = String(Number(main.dataset.rendered ?? 0) + 1);
   showTab();
@@ -188,14 +199,15 @@ function drawShell(now) {
   const { place, run } = now;
   const name = run ? run.summary.name || run.summary.id : null;
   document.title = [now.title, name, "rlsys"].filter(Boolean).join(" · ");
-  update(shell, header(now, { up: up(place), togglePause, showHelp }), banners(now));
+  const redraw = () => drawShell(shown);
+  update(shell, header(now, { up: up(place), togglePause, showHelp, redraw }), banners(now));
 }
 
 function up(place) {
-  const parent = PARENTS[place.view];
+  const parent = place.view === "group" && place.query.has("dataset") ? "evaluations" : PARENTS[place.view];
   if (!parent) return null;
   if (parent === "runs") return link("runs", null);
-  const keep = parent === "group" ? ["step", "group_id"] : parent === "groups" ? ["step"] : [];
+  const keep = parent === "group" ? ["step", "group_id", "dataset"] : parent === "groups" ? ["step"] : place.view === "group" ? ["step", "dataset"] : [];
   return link(parent, place.run, Object.fromEntries(keep.map((name) => [name, place.query.get(name)])));
 }
 
@@ -206,7 +218,7 @@ function togglePause() {
 }
 
 function showHelp() {
-  help.showModal();
+  help.querySelector("dialog").showModal();
 }
 
 function goTo(view) {
@@ -218,7 +230,6 @@ document.querySelector(".skip").onclick = (event) => {
   event.preventDefault(); // what follows # is the place of a view
   main.focus();
 };
-document.body.append(help);
 keys.listen({ goTo, showHelp });
 window.addEventListener("unhandledrejection", onUnhandled);
 window.addEventListener("hashchange", show);

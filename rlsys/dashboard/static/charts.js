@@ -1,215 +1,239 @@
 /**
  * Charts of numbers over steps or time: a title that explains, a legend with the values under the cursor, units on both
- * axes, and the numbers as a table beneath. Drag to look closer, double-click to see all; arrow keys move the cursor.
+ * axes, and the numbers as a table beneath. Drag to look closer, double-click to see all; arrow keys move the cursor, a
+ * click or Enter opens the step; a line of the legend hides or, with Shift, isolates it.
  *
- *     const chart = new Chart({ id: "entropy", title: "Entropy", help: "…", unit: "nats", signal });
- *     root.append(chart.element);
- *     chart.show([{ label: "policy", xs: [1, 2], ys: [0.9, 0.8] }]);
+ *     html`<${Chart} id="entropy" title="Entropy" unit="nats" lines=${[{ label: "policy", xs: [1, 2], ys: [0.9, 0.8] }]} />`
  */
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { h, svg, update } from "./dom.js";
+import { AXES, NOTHING_CHOSEN, toggled } from "./choices.js";
+import { Table, fold } from "./components.js";
 import { exact, number } from "./format.js";
+import { Component, createRef, html } from "./html.js";
 import { STEPS_S, sinceBegin } from "./lanes.js";
-import { columnsOf, lastOf, newestOf, rangeOf, rowsOf, tick, toldAt } from "./plotting.js";
+import { columnsOf, csvOf, drawnOf, lastOf, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
+import { saveCsv, savePng } from "./saving.js";
 import { colour, onTheme } from "./theme.js";
 
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c8", "--c7"];
 const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3], [], [7, 3], [2, 2], [9, 3, 2, 3]];
-const HEIGHT = 150;
+const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12];
 const MAX_ROWS = 2000;
 
-/** One chart. */
-export class Chart {
-  /**
-   * `id`: for tests and links; `help`: what the numbers mean, as a tooltip; `unit` of the values, `noun` what to call
-   * them where they have none; `x`: `step` or `time` (seconds since the run began); `note`: a sentence under the
-   * title; `sync`: charts of one name share cursor and zoom; `signal`: when the view is left.
-   */
-  constructor({ id, title, help = "", unit = "", noun = "value", x = "step", note = "", sync = "step", signal }) {
-    Object.assign(this, { id, title, help, unit, noun, x, note, sync, signal, plot: null, lines: [], marks: [] });
-    this.legend = h("div", { class: "legend", "data-testid": `legend-${id}` });
-    this.noteLine = h("p", { class: "note" });
-    this.box = h("div", { class: "plot", role: "img", tabindex: "0", onkeydown: (event) => this.#onKey(event) });
-    this.xUnit = h("span", { class: "unit x", "data-testid": "unit-x" }, this.#xText(null));
-    this.details = h(
-      "details",
-      { "data-testid": `data-${id}`, ontoggle: () => this.#fillTable() },
-      h("summary", null, "Data"),
-    );
-    this.tableBox = h("div");
-    this.details.append(this.tableBox);
-    this.reset = h(
-      "button",
-      { type: "button", class: "quiet", hidden: true, onclick: () => this.#showAll() },
-      "Show all",
-    );
-    this.element = h(
-      "section",
-      { class: "chart", id: `chart-${id}`, "data-testid": `chart-${id}`, "data-unit": unit },
-      h("div", { class: "chart-head" }, h("h3", { title: help }, title), this.reset),
-      this.noteLine,
-      this.legend,
-      h("div", { class: "unit y", "data-testid": "unit-y" }, unit || noun),
-      this.box,
-      h("div", { class: "chart-foot" }, this.xUnit, this.details),
-    );
-    this.observer = new ResizeObserver(() => this.#fit());
-    this.observer.observe(this.box);
+/**
+ * One chart. Props:
+ *
+ * - `id`, for tests and links; `title`; `help`: what the numbers mean, as a tooltip; `note`: a sentence under the title;
+ * - `unit` of the values, `noun` what to call them where they have none; `least`: the height, in units, below which the
+ *   axis does not shrink, because less of it is noise; `height` in pixels;
+ * - `lines`: `{ label, xs, ys, steps, kind, colour, dash, title, isThinned }`; `kind`: `line`, `step` (a value holds until the
+ *   next), `points` (few of them), `band` (faint, and filled to the line after it, which is one too), `stack` (on top of
+ *   those before) or `whole` (what a stack is part of);
+ * - `marks`: `{ x, text }`, drawn as upright lines, the newest of them told under the title; `span`: the first and last x
+ *   to show at least, so that charts side by side show the same;
+ * - `x`: what x counts, if no `choices` say so; `sync`: charts of one name share the cursor;
+ * - `choices` and `choose(changes)`, see `choices.js`, if the page keeps them; `pick(step)` opens a step.
+ */
+export class Chart extends Component {
+  constructor(props) {
+    super(props);
+    this.box = createRef();
+    this.section = createRef();
+    this.state = { at: null, isOpen: false, own: NOTHING_CHOSEN };
     this.end = new AbortController();
-    signal?.addEventListener("abort", () => this.#release(), { signal: this.end.signal });
-    onTheme(() => this.#redraw(), this.end.signal);
   }
 
-  /**
-   * Show these lines: `{ label, xs, ys, kind, colour, title, isThinned }`; `kind`: `line`, `step` (a value holds until
-   * the next), `points` (few of them), `band` (faint, and filled to the line after it, which is one too), `stack` (on
-   * top of those before) or `whole` (what a stack is part of). `marks`: `{ x, text }`, drawn as upright lines and told
-   * under the title, the newest of them. `span`: the first and last x to show at least, so that charts side by side
-   * show the same.
-   */
-  show(lines, marks = [], span = []) {
-    const isSameForm = this.plot && formOf(lines) === formOf(this.lines);
-    this.lines = lines.map((line, index) => ({
+  get choices() {
+    return this.props.choices ?? { ...this.state.own, x: this.props.x ?? "step" };
+  }
+
+  #choose(changes) {
+    if (this.props.choose) this.props.choose(changes);
+    else this.setState(({ own }) => ({ own: { ...own, ...changes } }));
+  }
+
+  componentDidMount() {
+    this.observer = new ResizeObserver(() => this.#fit());
+    this.observer.observe(this.box.current);
+    onTheme(() => this.#redraw(), this.end.signal);
+    this.#redraw();
+  }
+
+  componentDidUpdate() {
+    if (this.form !== this.drawnForm || !this.plot) this.#redraw();
+    else if (this.data !== this.drawnData) this.plot.setData((this.drawnData = this.data), true);
+  }
+
+  componentWillUnmount() {
+    this.end.abort();
+    this.observer.disconnect();
+    this.plot?.destroy();
+  }
+
+  /** What is drawn of the props, once for each time that they change. */
+  #prepare() {
+    const { props, choices } = this;
+    const key = [props.lines, props.span, choices.smooth, String(choices.hide), String(choices.zoom), this.#isLog, choices.full === props.id];
+    if (this.key?.every((one, index) => one === key[index])) return;
+    this.key = key;
+    this.lines = props.lines.map((line, index) => ({
       kind: "line",
       colour: COLOURS[index % COLOURS.length],
       dash: DASHES[index % DASHES.length],
       ...line,
+      isHidden: choices.hide.includes(`${props.id} ${line.label}`),
     }));
-    const { lines: drawn, told, numMore } = newestOf(marks);
+    this.drawn = drawnOf(this.lines.filter(({ isHidden }) => !isHidden), choices.smooth);
+    this.data = columnsOf(this.drawn, choices.zoom ?? props.span ?? [], this.#isLog);
+    this.form = JSON.stringify([this.drawn.map(({ kind, label }) => [kind, label]), this.#isLog, this.#height]);
+  }
+
+  get #isLog() {
+    return this.choices.log.includes(this.props.id);
+  }
+
+  get #isFull() {
+    return this.choices.full === this.props.id;
+  }
+
+  get #height() {
+    return this.#isFull ? Math.max(innerHeight - 240, 200) : (this.props.height ?? 150);
+  }
+
+  render({ id, title, help = "", unit = "", noun = "value", note = "", marks = [] }, { at, isOpen }) {
+    this.#prepare();
+    const { drawn, told, numMore } = newestOf(marks);
     this.marks = drawn;
-    this.data = columnsOf(this.lines, span);
-    this.#drawLegend();
-    update(
-      this.noteLine,
-      told.map(({ x, text }) => h("strong", { class: "mark-text" }, `⚠ ${text} at ${this.#xText(x)}. `)),
-      numMore > 0 && h("span", null, `And ${number(numMore)} more. `),
-      this.note,
-    );
-    this.box.setAttribute("aria-label", this.#summary());
-    if (this.details.open) this.#fillTable();
-    if (isSameForm) this.plot.setData(this.data, !this.isZoomed);
-    else this.#redraw();
+    const press = (what, label, name, isPressed, onclick) => html`<button type="button" class="quiet" title=${name} aria-label=${`${name}: ${title}`}
+      aria-pressed=${isPressed} data-testid=${`${what}-${id}`} onclick=${onclick}>${label}</button>`;
+    return html`<section class=${this.#isFull ? "chart full" : "chart"} id=${`chart-${id}`} data-testid=${`chart-${id}`} data-unit=${unit} ref=${this.section}
+        onkeydown=${(event) => this.#onEscape(event)}>
+      <div class="chart-head"><h3 title=${help}>${title}</h3>
+        ${this.choices.zoom && html`<button type="button" class="quiet" onclick=${() => this.#choose({ zoom: null })}>Show all</button>`}
+        <span class="space"></span>
+        ${press("log", "log", "Logarithmic axis", this.#isLog, () => this.#choose({ log: toggled(this.choices.log, id) }))}
+        ${press("full", "full", "Full screen", this.#isFull, () => this.#choose({ full: this.#isFull ? null : id }))}
+      </div>
+      <p class="note">${told.map(({ x, text }) => html`<strong class="mark-text">⚠ ${text} at ${this.#xText(x)}. </strong>`)}
+        ${numMore > 0 && html`<span>And ${number(numMore)} more. </span>`}${note}</p>
+      <div class="legend" data-testid=${`legend-${id}`}>${this.lines.map((line, index) => this.#entry(line, index, at))}</div>
+      <div class="unit y" data-testid="unit-y">${unit || noun}</div>
+      <div class="plot" ref=${this.box} role="img" tabindex="0" aria-label=${this.#summary(title, unit)} style=${{ minHeight: `${this.#height}px` }}
+        onkeydown=${(event) => this.#onKey(event)}></div>
+      <div class="chart-foot"><span class="unit x" data-testid="unit-x">${this.#xText(at)}</span>
+        ${fold("Data", isOpen && this.#dataTable(), { id: `data-${id}`, ontoggle: ({ target }) => this.setState({ isOpen: target.open }) })}</div>
+    </section>`;
   }
 
-  /** It is not needed any more: gone from the page, and deaf to all it listens to. */
-  close() {
-    this.#release();
-    this.element.remove();
-  }
-
-  #release() {
-    this.end.abort();
-    this.observer.disconnect();
-    this.plot?.destroy();
-    this.plot = this.data = null;
+  #entry(line, index, at) {
+    const { id } = this.props;
+    const isSecond = line.kind === "band" && this.lines[index - 1]?.kind === "band";
+    const value = html`<b class="num">${line.isHidden ? "" : number(toldAt(line, at ?? lastOf(this.lines)))}</b>`;
+    const inside = html`${isSecond ? null : swatch(line)}${line.label} ${value}`;
+    if (this.lines.length < 2) return html`<span title=${line.title}>${inside}</span>`;
+    const name = `${id} ${line.label}`;
+    const others = this.lines.filter((one) => one !== line).map(({ label }) => `${id} ${label}`);
+    const press = ({ shiftKey }) => {
+      const rest = this.choices.hide.filter((one) => one !== name && !others.includes(one));
+      const isAlone = others.every((one) => this.choices.hide.includes(one));
+      this.#choose({ hide: shiftKey ? (isAlone ? rest : [...rest, ...others]) : toggled(this.choices.hide, name) });
+    };
+    return html`<button type="button" class="entry" aria-pressed=${!line.isHidden} title=${[line.title, "Press to hide or show, with Shift to isolate"].filter(Boolean).join(". ")} onclick=${press}>${inside}</button>`;
   }
 
   #redraw() {
-    if (!this.data || !this.box.clientWidth) return; // it will be, once it has a size
+    const box = this.box.current;
+    if (!box?.clientWidth) return; // it will be, once it has a size
+    const at = this.state.at;
     this.plot?.destroy();
-    this.plot = new uPlot(this.#options(), this.data, this.box);
+    this.drawnForm = this.form;
+    this.drawnData = this.data;
+    this.plot = new uPlot(this.#options(box), this.data, box);
+    if (at !== null) this.setState({ at: null });
   }
 
   #fit() {
-    const width = this.box.clientWidth;
-    if (this.plot && width) this.plot.setSize({ width, height: HEIGHT });
+    const width = this.box.current?.clientWidth;
+    if (this.plot && width) this.plot.setSize({ width, height: this.#height });
     else this.#redraw();
   }
 
-  #options() {
-    const axis = {
-      stroke: colour("--muted"),
-      grid: { stroke: colour("--line"), width: 1 },
-      ticks: { show: false },
-      font: fontOf(),
-    };
+  #options(box) {
+    const font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font };
     const isStacked = this.lines.some(({ kind }) => kind === "stack");
+    const isLog = this.#isLog;
+    const y = isLog ? { distr: 3 } : { range: (_, low, high) => rangeOf(low, high, isStacked, this.props.least) };
+    const isTime = this.choices.x === "time";
     return {
-      width: this.box.clientWidth,
-      height: HEIGHT,
+      width: box.clientWidth,
+      height: this.#height,
       padding: [8, 14, 0, 0],
       legend: { show: false },
-      scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high, isStacked) } },
+      scales: { x: { time: false, range: (_, low, high) => this.choices.zoom ?? [low, high] }, y },
       axes: [
-        {
-          ...axis,
-          size: 24,
-          gap: 4,
-          space: 60,
-          incrs: this.x === "step" ? STEPS : STEPS_S,
-          values: (_, splits, __, ___, by) => splits.map((x) => this.#tickOf(x, by)),
-        },
-        {
-          ...axis,
-          size: 50,
-          gap: 4,
-          space: 32,
-          values: (_, splits, __, ___, by) => splits.map((value) => tick(value, by)),
-        },
+        { ...axis, size: 24, gap: 4, space: 60, incrs: isTime ? STEPS_S : STEPS, values: (_, splits, __, ___, by) => splits.map((x) => (isTime ? sinceBegin(x, by) : number(x))) },
+        { ...axis, size: 50, gap: 4, space: 32, values: (_, splits, __, ___, by) => splits.map((value) => (value === null ? "" : isLog ? tick(value, value) : tick(value, by))) },
       ],
       cursor: {
-        sync: { key: this.sync, scales: ["x", null] },
+        sync: { key: this.props.sync ?? "step", scales: ["x", null], setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         y: false,
-        drag: { x: true, y: false, dist: 8 },
+        drag: { x: true, y: false, dist: 8, setScale: false },
         points: { size: 6 },
+        bind: { dblclick: () => () => this.#choose({ zoom: null }) },
       },
-      series: [{}, ...this.lines.map(seriesOf)],
-      bands: bandsOf(this.lines),
+      series: [{}, ...this.drawn.map(seriesOf)],
+      bands: bandsOf(this.drawn),
       hooks: {
-        setCursor: [(plot) => this.#onCursor(plot.cursor.idx)],
-        setScale: [(plot, key) => key === "x" && this.#onZoom(plot)],
+        setCursor: [(plot) => this.#onCursor(plot)],
+        setSelect: [(plot) => this.#onSelect(plot)],
         draw: [(plot) => this.#drawMarks(plot)],
+        ready: [(plot) => plot.over.addEventListener("click", () => this.#pick(plot.cursor.idx))],
       },
     };
   }
 
-  #drawLegend() {
-    this.values = this.lines.map(() => h("b", { class: "num" }));
-    update(this.legend);
-    this.lines.forEach((line, index) => {
-      const isSecond = line.kind === "band" && this.lines[index - 1]?.kind === "band";
-      this.legend.append(
-        h("span", { title: line.title }, isSecond ? null : swatch(line), line.label, " ", this.values[index]),
-      );
-    });
-    this.#onCursor(null);
+  #onCursor(plot) {
+    const at = plot.cursor.idx === null || plot.cursor.idx === undefined ? null : (plot.data[0][plot.cursor.idx] ?? null);
+    if (at !== this.state.at) this.setState({ at });
   }
 
-  #onCursor(index) {
+  #onSelect(plot) {
+    const { left, width } = plot.select;
+    if (!width) return;
+    const [from, to] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")].map((x) => Number(x.toPrecision(6)));
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    if (from < to) this.#choose({ zoom: [from, to] });
+  }
+
+  #pick(index) {
     const x = index === null || index === undefined ? null : this.data[0][index];
-    this.lines.forEach((line, at) => {
-      this.values[at].textContent = number(toldAt(line, x ?? lastOf(this.lines)));
-    });
-    this.xUnit.textContent = this.#xText(x);
-  }
-
-  #tickOf(x, by) {
-    return this.x === "time" ? sinceBegin(x, by) : number(x);
+    const step = stepAt(this.lines, x);
+    if (this.props.pick && step !== null) this.props.pick(step);
   }
 
   #xText(x) {
-    if (this.x === "time") return x === null ? "time since the run began (h:min:s)" : sinceBegin(x);
-    return x === null ? "step" : `step ${number(x)}`;
-  }
-
-  #onZoom(plot) {
-    const xs = plot.data[0];
-    this.isZoomed = xs.length > 1 && (plot.scales.x.min > xs[0] || plot.scales.x.max < xs.at(-1));
-    this.reset.hidden = !this.isZoomed;
-  }
-
-  #showAll() {
-    for (const plot of uPlot.sync(this.sync).plots) plot.setData(plot.data, true);
+    const axis = this.choices.x;
+    if (axis === "time") return x === null ? "time since the run began (h:min:s)" : sinceBegin(x);
+    return x === null ? AXES[axis] : `${axis} ${number(x)}`;
   }
 
   #onKey(event) {
     const moves = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
-    if (!this.plot || !(event.key in moves)) return;
+    if (!this.plot) return;
+    if (event.key === "Enter") return this.#pick(this.plot.cursor.idx);
+    if (!(event.key in moves)) return;
     const from = this.plot.cursor.idx ?? this.data[0].length;
     const index = Math.min(Math.max(from + moves[event.key], 0), this.data[0].length - 1);
     this.plot.setCursor({ left: this.plot.valToPos(this.data[0][index], "x"), top: 10 }, true, true);
     event.preventDefault();
+  }
+
+  #onEscape(event) {
+    if (event.key !== "Escape" || !this.#isFull) return;
+    event.preventDefault();
+    this.#choose({ full: null });
   }
 
   #drawMarks(plot) {
@@ -228,66 +252,34 @@ export class Chart {
     ctx.restore();
   }
 
-  #summary() {
+  #summary(title, unit) {
     const last = lastOf(this.lines);
-    const parts = this.lines.map((line) => `${line.label} ${number(toldAt(line, last))} ${this.unit}`.trim());
-    return `${this.title}, by ${this.x}. Last: ${parts.join(", ")}.`;
+    const parts = this.lines.map((line) => `${line.label} ${number(toldAt(line, last))} ${unit}`.trim());
+    return `${title}, by ${AXES[this.choices.x]}. Last: ${parts.join(", ")}.`;
   }
 
-  #fillTable() {
-    if (!this.details.open) return;
+  #dataTable() {
+    const { id, title, help, unit } = this.props;
+    const x = this.choices.x;
     const rows = rowsOf(this.lines);
     const shown = rows.slice(-MAX_ROWS);
-    const left = rows.length - shown.length;
-    update(
-      this.tableBox,
-      this.help && h("p", null, `${this.help}.`),
-      h(
-        "div",
-        { class: "table-box", tabindex: "0" },
-        h(
-          "table",
-          { "data-testid": `table-${this.id}` },
-          left > 0 && h("caption", null, `The last ${shown.length} of ${rows.length} rows.`),
-          h(
-            "thead",
-            null,
-            h(
-              "tr",
-              null,
-              h("th", { scope: "col" }, this.x),
-              this.lines.map(({ label }) =>
-                h("th", { class: "num", scope: "col" }, this.unit ? `${label} (${this.unit})` : label),
-              ),
-            ),
-          ),
-          h(
-            "tbody",
-            null,
-            shown.map(([x, values]) =>
-              h(
-                "tr",
-                null,
-                h("th", { scope: "row" }, this.x === "time" ? sinceBegin(x) : x),
-                values.map((value) => h("td", { class: "num" }, exact(value))),
-              ),
-            ),
-          ),
-        ),
-      ),
-    );
+    const caption = shown.length < rows.length ? `The last ${shown.length} of ${rows.length} rows.` : null;
+    const named = ({ label }) => (unit ? `${label} (${unit})` : label);
+    const columns = [
+      { label: x, isHead: true, cell: ([at]) => (x === "time" ? sinceBegin(at) : at) },
+      ...this.lines.map((line, index) => ({ label: named(line), isNumber: true, cell: ([, values]) => exact(values[index]) })),
+    ];
+    const look = () => ({ title, lines: this.lines.filter(({ isHidden }) => !isHidden), unit });
+    return html`${help && html`<p>${help}.</p>`}<div class="tools">
+        <button type="button" data-testid=${`csv-${id}`} onclick=${() => saveCsv(title, csvOf(x, this.lines.map(named), rows))}>CSV</button>
+        <button type="button" data-testid=${`png-${id}`} onclick=${() => savePng(this.plot, look())}>PNG</button></div>
+      <${Table} ...${{ columns, rows: shown, id: `table-${id}`, caption }} />`;
   }
-}
-
-const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
-
-function formOf(lines) {
-  return lines.map(({ label, kind = "line" }) => `${kind} ${label}`).join("\n");
 }
 
 function seriesOf(line) {
   const stroke = colour(line.colour);
-  const isFaint = line.kind === "band";
+  const isFaint = line.kind === "band" || line.kind === "raw";
   const numPoints = line.ys.filter((y) => y !== null).length;
   return {
     stroke: isFaint ? faint(stroke, 0.35) : stroke,
@@ -302,9 +294,9 @@ function seriesOf(line) {
 function bandsOf(lines) {
   const bands = [];
   lines.forEach(({ kind, colour: name }, index) => {
-    if (kind === "band" && lines[index + 1]?.kind === "band")
-      bands.push({ series: [index + 2, index + 1], fill: faint(colour(name), 0.12) });
-    if (kind === "stack" && lines[index + 1]?.kind === "stack") bands.push({ series: [index + 2, index + 1] });
+    if (lines[index + 1]?.kind !== kind) return;
+    if (kind === "band") bands.push({ series: [index + 2, index + 1], fill: faint(colour(name), 0.12) });
+    if (kind === "stack") bands.push({ series: [index + 2, index + 1] });
   });
   return bands;
 }
@@ -316,16 +308,9 @@ function faint(rgb, alpha) {
 function swatch({ kind, colour: name, dash }) {
   const style = { stroke: `var(${name})`, fill: `var(${name})` };
   const isFilled = kind === "band" || kind === "stack";
-  return svg(
-    "svg",
-    { viewBox: "0 0 20 8", "aria-hidden": "true", style },
-    isFilled
-      ? svg("rect", { x: 0, y: 0, width: 20, height: 8, "fill-opacity": 0.35, "stroke-width": 0 })
-      : svg("line", { x1: 0, y1: 4, x2: 20, y2: 4, "stroke-width": 2, "stroke-dasharray": dash.join(" ") || null }),
-    kind === "points" && svg("circle", { cx: 10, cy: 4, r: 3 }),
-  );
-}
-
-function fontOf() {
-  return `11px ${getComputedStyle(document.body).fontFamily}`;
+  return html`<svg viewBox="0 0 20 8" aria-hidden="true" style=${style}>
+    ${isFilled
+      ? html`<rect x="0" y="0" width="20" height="8" fill-opacity="0.35" stroke-width="0" />`
+      : html`<line x1="0" y1="4" x2="20" y2="4" stroke-width="2" stroke-dasharray=${dash.join(" ") || null} />`}
+    ${kind === "points" && html`<circle cx="10" cy="4" r="3" />`}</svg>`;
 }

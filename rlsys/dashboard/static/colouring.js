@@ -1,8 +1,8 @@
 /** Draws the tokens of a turn in colours; the pointer, a tap or the arrow keys choose one to be told about. */
 
-import { h } from "./dom.js";
 import { number } from "./format.js";
-import { longText } from "./prompts.js";
+import { html, useLayoutEffect, useRef, useState } from "./html.js";
+import { LongText } from "./prompts.js";
 import { READINGS, offsetsOf, runsOf, tokenAt, visible, visibleToken } from "./tokens.js";
 
 /** Tokens drawn before somebody asks for all of them. */
@@ -10,45 +10,38 @@ const SHOWN = 20_000;
 
 /** What a person chooses a reading by. `pick(key)` is called with its key. */
 export function readingPicker(chosen, isRecorded, pick) {
-  return h("fieldset", { class: "readings", "data-testid": "readings" },
-    h("legend", null, "Colour tokens by"),
-    READINGS.map((reading) => h("label", { key: reading.key, title: isRecorded(reading) ? reading.help : "This was not recorded" },
-      h("input", {
-        type: "radio", name: "reading", value: reading.key, checked: reading.key === chosen, disabled: !isRecorded(reading),
-        onchange: () => pick(reading.key), "data-testid": `by-${reading.key}`,
-      }),
-      reading.label)));
+  return html`<fieldset class="readings" data-testid="readings"><legend>Colour tokens by</legend>
+    ${READINGS.map((reading) => html`<label key=${reading.key} title=${isRecorded(reading) ? reading.help : "This was not recorded"}>
+      <input type="radio" name="reading" value=${reading.key} checked=${reading.key === chosen} disabled=${!isRecorded(reading)}
+        onchange=${() => pick(reading.key)} data-testid=${`by-${reading.key}`} />${reading.label}</label>`)}</fieldset>`;
 }
 
 /** What the colours mean, with numbers, the unit, and how many tokens have each. */
 export function legend(reading, scale) {
   if (!reading.column) return null;
   const named = [reading.label, reading.unit].filter(Boolean).join(", ");
-  return h("div", { class: "token-legend", "data-testid": "legend" },
-    h("p", null, h("strong", null, named), h("span", { class: "muted" }, ` · ${reading.help}`)),
-    h("ul", null,
-      scale.bins.map((bin) => h("li", { class: bin.numTokens ? null : "none" },
-        h("span", { class: `swatch ${bin.className}`, "aria-hidden": "true" }, "ab"), bin.label,
-        h("span", { class: "muted num" }, number(bin.numTokens)))),
-      scale.numUnknown > 0 && h("li", null, h("span", { class: "swatch", "aria-hidden": "true" }, "ab"), "not recorded",
-        h("span", { class: "muted num" }, number(scale.numUnknown)))));
+  const entry = (label, num, names) => html`<li class=${num ? null : "none"}><span class=${names} aria-hidden="true">ab</span>${label}<span class="muted num">${number(num)}</span></li>`;
+  return html`<div class="token-legend" data-testid="legend">
+    <p><strong>${named}</strong><span class="muted"> · ${reading.help}</span></p>
+    <ul>${scale.bins.map((bin) => entry(bin.label, bin.numTokens, `swatch ${bin.className}`))}
+      ${scale.numUnknown > 0 && entry("not recorded", scale.numUnknown, "swatch")}</ul></div>`;
 }
 
 /**
  * The text of a turn, one element for each run of neighbours of one colour. The arrow keys move along its tokens; `tip`
  * shows the values of the one that is looked at. Where no tokens were recorded it is the text alone.
  */
-export function tokenBox(turn, options) {
-  if (!turn.versions.length) return longText(turn.text, { class: "tokens", "data-testid": "tokens" });
-  const box = h("div", {
-    class: "tokens", tabindex: "0", role: "group", "data-testid": "tokens",
-    "aria-label": `${options.label}, ${turn.pieces.length} tokens; the arrow keys go from one to the next`,
-  });
-  fill(box, turn, options, SHOWN);
-  if (turn.pieces.length <= SHOWN) return box;
-  const more = h("button", { type: "button", "data-testid": "show-all" }, `Show all ${number(turn.pieces.length)} tokens`);
-  more.onclick = () => { more.remove(); fill(box, turn, options, Infinity); };
-  return h("div", null, box, more);
+export function TokenBox({ turn, label, reading, scale, tip }) {
+  const box = useRef(null);
+  const [limit, setLimit] = useState(SHOWN);
+  useLayoutEffect(() => {
+    if (box.current) fill(box.current, turn, { reading, scale, tip }, limit);
+  }, [turn, reading, scale, limit]);
+  if (!turn.versions.length) return html`<${LongText} text=${turn.text} class="tokens" data-testid="tokens" />`;
+  const num = turn.pieces.length;
+  return html`<div class="tokens" ref=${box} tabindex="0" role="group" data-testid="tokens"
+      aria-label=${`${label}, ${num} tokens; the arrow keys go from one to the next`}></div>
+    ${num > limit && html`<button type="button" data-testid="show-all" onclick=${() => setLimit(Infinity)}>Show all ${number(num)} tokens</button>`}`;
 }
 
 function fill(box, turn, { reading, scale, tip }, limit) {
@@ -56,14 +49,14 @@ function fill(box, turn, { reading, scale, tip }, limit) {
   const values = reading.column ? turn[reading.column] : [];
   const offsets = offsetsOf(shown);
   const starts = [];
-  box.replaceChildren();
-  for (const run of runsOf(shown, values, scale.binOf)) {
+  const nodes = runsOf(shown, values, scale.binOf).map((run) => {
     const node = document.createElement("span");
     node.textContent = run.text;
     if (run.bin >= 0) node.className = scale.bins[run.bin].className;
     starts.push(offsets[run.start]);
-    box.append(node);
-  }
+    return node;
+  });
+  box.replaceChildren(...nodes);
   starts.push(offsets[shown.length]);
   listen({ box, offsets, starts, turn }, tip);
 }

@@ -13,6 +13,7 @@ export const PLACES = {
   o: "overview",
   g: "groups",
   t: "tasks",
+  v: "evaluations",
   c: "cluster",
   l: "ledger",
   a: "alerts",

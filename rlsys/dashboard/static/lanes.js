@@ -64,7 +64,7 @@ export function sinceBegin(seconds, step_s = 1) {
 
 /**
  * What a worker can do, in the order it is drawn: a colour, and a height with a place, so that none is told apart by
- * colour alone. `top` and `height` are shares of the lane.
+ * colour alone, and no two share one. `top` and `height` are shares of the lane.
  */
 export const ACTIVITIES = {
   generating: { colour: "--c1", top: 0, height: 1, help: "a replica played a group" },
@@ -74,10 +74,10 @@ export const ACTIVITIES = {
   training: { colour: "--c2", top: 0, height: 1, help: "the actor or the critic took its step" },
   fetching: { colour: "--c7", top: 0.5, height: 0.5, help: "the trainer's ranks fetched the data of a step" },
   preparing: { colour: "--c8", top: 0, height: 0.5, help: "columns were made that need the whole step" },
-  saving: { colour: "--c6", top: 0, height: 0.5, help: "a checkpoint was written" },
-  recording: { colour: "--c3", top: 0, height: 0.5, help: "the actor wrote the rollouts of a step for people" },
+  saving: { colour: "--c9", top: 0, height: 0.5, help: "a checkpoint was written" },
+  recording: { colour: "--c10", top: 0, height: 0.5, help: "the actor wrote the rollouts of a step for people" },
   publishing: { colour: "--c5", top: 0.5, height: 0.5, help: "the actor handed its weights over" },
-  pulling: { colour: "--c5", top: 0.5, height: 0.5, help: "a replica took in new weights" },
+  pulling: { colour: "--c11", top: 0.5, height: 0.5, help: "a replica took in new weights" },
 };
 
 /** How an activity looks; one that this page does not know is grey. */

@@ -1,6 +1,6 @@
 /** Small marks beside numbers: where a value lies among others. Each stands beside its number, never instead of it. */
 
-import { svg } from "./dom.js";
+import { html } from "./html.js";
 
 const WIDTH = 100;
 const HEIGHT = 12;
@@ -18,36 +18,39 @@ export function scaleOf(values) {
 export function barMark(value, scale) {
   if (!scale || value === null) return null;
   const [zero, end] = [place(0, scale), place(value, scale)];
-  const bar = { x: Math.min(zero, end), y: 2, width: Math.max(Math.abs(end - zero), 0.75), height: HEIGHT - 4 };
-  return mark(track(), svg("rect", { ...bar, class: value < 0 ? "below" : "above" }), axis(zero));
+  const width = Math.max(Math.abs(end - zero), 0.75);
+  return mark(html`<rect x=${Math.min(zero, end)} y="2" width=${width} height=${HEIGHT - 4} class=${value < 0 ? "below" : "above"} />${axis(zero)}`);
 }
 
 /** A line from `low` to `high`, and a dot for the mean. */
 export function rangeMark({ low, mean, high }, scale) {
   if (!scale || mean === null) return null;
   const [from, to, dot] = [low, high, mean].map((value) => place(value, scale));
-  return mark(
-    track(),
-    axis(place(0, scale)),
-    svg("rect", { class: "range", x: from, y: HEIGHT / 2 - 1.5, width: Math.max(to - from, 0.75), height: 3 }),
-    svg("rect", { class: "above", x: dot - 1.5, y: 1, width: 3, height: HEIGHT - 2 }),
-  );
+  return mark(html`${axis(place(0, scale))}
+    <rect class="range" x=${from} y=${HEIGHT / 2 - 1.5} width=${Math.max(to - from, 0.75)} height="3" />
+    <rect class="above" x=${dot - 1.5} y="1" width="3" height=${HEIGHT - 2} />`);
+}
+
+/** A curve of `values` without axes, which fills its box; null if there are fewer than two. */
+export function sparkline(values) {
+  const known = values.filter((value) => value !== null);
+  if (known.length < 2) return null;
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const y = (value) => HEIGHT - 1 - ((value - low) / (high - low || 1)) * (HEIGHT - 2);
+  const points = known.map((value, index) => `${((index / (known.length - 1)) * WIDTH).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
+  return html`<svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true"><polyline points=${points} /></svg>`;
 }
 
 function place(value, scale) {
   return 2 + ((value - scale.low) / (scale.high - scale.low)) * (WIDTH - 4);
 }
 
-/** All that there could be. */
-function track() {
-  return svg("rect", { class: "track", x: 0, y: 2, width: WIDTH, height: HEIGHT - 4 });
-}
-
 function axis(x) {
-  return svg("rect", { class: "zero", x: x - 0.35, y: 0, width: 0.7, height: HEIGHT });
+  return html`<rect class="zero" x=${x - 0.35} y="0" width="0.7" height=${HEIGHT} />`;
 }
 
-function mark(...shapes) {
-  const box = `0 0 ${WIDTH} ${HEIGHT}`;
-  return svg("svg", { class: "mark-bar", viewBox: box, preserveAspectRatio: "none", "aria-hidden": "true" }, shapes);
+/** Shapes on a track, which is all that there could be. */
+function mark(shapes) {
+  return html`<svg class="mark-bar" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
+    <rect class="track" x="0" y="2" width=${WIDTH} height=${HEIGHT - 4} />${shapes}</svg>`;
 }

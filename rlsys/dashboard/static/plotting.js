@@ -10,10 +10,10 @@ const DRAWN = 20;
 
 /**
  * The columns that uPlot draws: one of x, which takes in all of `span`, then one per line; stacked ones are sums, and
- * gaps where what they add up to, a line of kind `whole`, has no value.
+ * gaps where what they add up to, a line of kind `whole`, has no value. A logarithmic axis has no place for 0 and below.
  */
-export function columnsOf(lines, span = []) {
-  if (!lines.length) return [[]];
+export function columnsOf(lines, span = [], isLog = false) {
+  if (!lines.length) return [span];
   const joined = uPlot.join([...(span.length ? [[span]] : []), ...lines.map(({ xs, ys }) => [xs, ys])]);
   const xs = joined[0];
   const isStacked = whereStacked(lines, xs);
@@ -23,7 +23,48 @@ export function columnsOf(lines, span = []) {
     below = filled(line, xs).map((value, at) => below[at] + value);
     joined[index + 1] = below.map((sum, at) => (isStacked[at] ? sum : null));
   });
-  return joined;
+  if (!isLog) return joined;
+  return [xs, ...joined.slice(1).map((ys) => ys.map((y) => (y > 0 ? y : null)))];
+}
+
+/**
+ * The lines to draw: bands only if they move, for one from 0 to 1 throughout says nothing; lines smoothed by
+ * `weight` (0 to 1), with the raw one, of kind `raw`, behind each.
+ */
+export function drawnOf(lines, weight) {
+  const isFlat = ({ ys }) => new Set(ys.filter((y) => y !== null)).size < 2;
+  const bands = lines.filter(({ kind }) => kind === "band");
+  const moving = bands.length && bands.every(isFlat) ? lines.filter(({ kind }) => kind !== "band") : lines;
+  if (!weight) return moving;
+  return moving.flatMap((line) => (line.kind === "line" ? [{ ...line, kind: "raw" }, { ...line, ys: smoothed(line.ys, weight) }] : [line]));
+}
+
+/** Exponential moving average, without the bias of its beginning; gaps stay gaps. */
+export function smoothed(ys, weight) {
+  let [mean, mass] = [0, 0];
+  return ys.map((y) => {
+    if (y === null) return null;
+    mean = weight * mean + (1 - weight) * y;
+    mass = weight * mass + (1 - weight);
+    return mean / mass;
+  });
+}
+
+/** The step behind an x: of a line that has a value there, or nearest before. Null if there is none. */
+export function stepAt(lines, x) {
+  let found = null;
+  for (const { xs, steps = xs } of lines) {
+    const index = xs.findLastIndex((one) => one <= x);
+    if (x !== null && index >= 0 && (found === null || steps[index] > found)) found = steps[index];
+  }
+  return found;
+}
+
+/** Rows of `rowsOf` as comma-separated values, under `x` and the names of the lines. */
+export function csvOf(x, names, rows) {
+  const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const head = [x, ...names].map(quoted);
+  return [head, ...rows.map(([at, values]) => [at, ...values.map((value) => value ?? "")])].map((row) => row.join(",")).join("\n");
 }
 
 /** For every one of `xs`: is there anything to stack? */
@@ -75,36 +116,37 @@ export function lastOf(lines) {
   return Math.max(...lines.map(({ xs }) => xs.at(-1) ?? -Infinity));
 }
 
-/** Marks with the newest first: `lines` of them are drawn, `told` in words, and `numMore` are not told. */
+/** Marks with the newest first: `drawn` of them become lines, `told` in words, and `numMore` are not told. */
 export function newestOf(marks) {
   const sorted = [...marks].sort((a, b) => b.x - a.x);
   const told = sorted.slice(0, TOLD);
-  return { lines: sorted.slice(0, DRAWN), told, numMore: sorted.length - told.length };
+  return { drawn: sorted.slice(0, DRAWN), told, numMore: sorted.length - told.length };
 }
 
 /** What the table under a chart shows: `[x, [value of each line]]`, by x. */
 export function rowsOf(lines) {
   const rows = new Map();
-  lines.forEach(({ xs, ys }, index) =>
+  lines.forEach(({ xs, ys }, index) => {
     xs.forEach((x, at) => {
-      if (!rows.has(x))
-        rows.set(
-          x,
-          lines.map(() => null),
-        );
+      if (!rows.has(x)) rows.set(x, new Array(lines.length).fill(null));
       rows.get(x)[index] = ys[at];
-    }),
-  );
+    });
+  });
   return [...rows].sort(([a], [b]) => a - b);
 }
 
-/** From 0 where that hides nothing, and with room above; areas that are stacked, always. */
-export function rangeOf(low, high, isStacked = false) {
+/**
+ * From 0 where that hides nothing, and with room above; areas that are stacked, always. Never less high than `least`, so
+ * that noise about a value is not drawn as if it moved.
+ */
+export function rangeOf(low, high, isStacked = false, least = 0) {
   if (low === null || high === null) return [0, 1];
-  if (low === high) return low === 0 ? [0, 1] : [Math.min(0, low * 1.5), Math.max(0, low * 1.5)];
-  const room = (high - low) * 0.08;
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (size < least) return [low < 0 ? -least : 0, least];
+  if (high - low <= size * 1e-9) return low === 0 ? [0, 1] : [Math.min(0, low * 1.5), Math.max(0, low * 1.5)];
+  const room = Math.max((high - low) * 0.08, (least - (high - low)) / 2);
   if (isStacked) return [Math.min(low, 0), high + room];
-  return [low >= 0 && low < high * 0.6 ? 0 : low - room, high + room];
+  return [low >= 0 && (low < high * 0.6 || low < room) ? 0 : low - room, high + room];
 }
 
 /** A value beside its axis; `by` is the distance of ticks. */

@@ -1,30 +1,26 @@
 /** What was asked and what is right, and other text that somebody else wrote: always as text, long ones cut. */
 
 import { textOfMessage } from "./conversation.js";
-import { h } from "./dom.js";
 import { number } from "./format.js";
+import { html, useState } from "./html.js";
 import { visible } from "./tokens.js";
 
 /** Characters shown before somebody asks for all of them: a page with a megabyte in it is slow to scroll. */
 const SHOWN = 20_000;
 
-/** A text as it was written; a long one with a button that shows the rest. */
-export function longText(text, props) {
-  const box = h("div", { ...props, class: `said ${props?.class ?? ""}` });
-  const cut = text.length > SHOWN ? text.slice(0, SHOWN) : text;
-  box.append(visible(cut));
-  if (cut !== text) {
-    const more = h("button", { type: "button", "data-testid": "show-all" }, `Show all ${number(text.length)} characters`);
-    more.onclick = () => box.replaceChildren(visible(text));
-    box.append("… ", more);
-  }
-  return box;
+/** A text as it was written; a long one with a button that shows the rest. Other props are those of its box. */
+export function LongText({ text, ...props }) {
+  const [isWhole, setWhole] = useState(false);
+  const isCut = !isWhole && text.length > SHOWN;
+  return html`<div ...${props} class=${`said ${props.class ?? ""}`}>${visible(isCut ? text.slice(0, SHOWN) : text)}${
+    isCut && html`… <button type="button" data-testid="show-all" onclick=${() => setWhole(true)}>Show all ${number(text.length)} characters</button>`
+  }</div>`;
 }
 
 /** One message of a conversation: who said it, and what. */
 export function message(role, text, key) {
-  return h("div", { key, class: `message from-${/^[a-z]+$/.test(role) ? role : "other"}`, "data-testid": "message" },
-    h("div", { class: "role" }, role), longText(text));
+  return html`<div key=${key} class=${`message from-${/^[a-z]+$/.test(role) ? role : "other"}`} data-testid="message">
+    <div class="role">${role}</div><${LongText} text=${text} /></div>`;
 }
 
 /** JSON in one line if that is short. */
@@ -35,10 +31,9 @@ function readable(value) {
 
 /** The task of a group: its prompt, the right answer, and what else its row holds. */
 export function taskBox(answer, isOpen) {
-  return h("details", { key: "task", class: "task", open: isOpen, "data-testid": "task" },
-    h("summary", null, "Task"),
-    answer.prompt.map((one, index) => message(String(one.role ?? "prompt"), textOfMessage(one), index)),
-    answer.answer !== null && h("div", { class: "message answer" }, h("div", { class: "role" }, "right answer"), longText(answer.answer)),
-    Object.keys(answer.info ?? {}).length > 0 && h("div", { class: "message" },
-      h("div", { class: "role" }, "info"), longText(readable(answer.info))));
+  const hasInfo = Object.keys(answer.info ?? {}).length > 0;
+  return html`<details key="task" class="task" open=${isOpen} data-testid="task"><summary>Task</summary>
+    ${answer.prompt.map((one, index) => message(String(one.role ?? "prompt"), textOfMessage(one), index))}
+    ${answer.answer !== null && html`<div class="message answer"><div class="role">right answer</div><${LongText} text=${answer.answer} /></div>`}
+    ${hasInfo && html`<div class="message"><div class="role">info</div><${LongText} text=${readable(answer.info)} /></div>`}</details>`;
 }

@@ -1,6 +1,6 @@
 /** Light or dark: as the system has it, until the person chooses. */
 
-import { h } from "./dom.js";
+import { html } from "./html.js";
 
 const KEY = "rlsys-theme";
 const NEXT = { auto: "dark", dark: "light", light: "auto" };
@@ -10,21 +10,10 @@ let theme = stored();
 apply();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
 
-/** A button that goes through auto, dark and light. */
-export function themeButton() {
-  return h(
-    "button",
-    {
-      type: "button",
-      class: "quiet",
-      onclick: choose,
-      "data-testid": "theme",
-      title: "Colours: as the system has it, dark, or light",
-      "aria-label": `Colours: ${theme}`,
-    },
-    "◐",
-    h("span", { class: "wide" }, theme),
-  );
+/** A button that goes through auto, dark and light; `redraw` is called after each. */
+export function themeButton(redraw) {
+  return html`<button type="button" class="quiet" onclick=${() => choose(redraw)} data-testid="theme" title="Colours: as the system has it, dark, or light"
+    aria-label=${`Colours: ${theme}`}>◐<span class="wide">${theme}</span></button>`;
 }
 
 /** Call `redraw` when colours changed, until `signal` is aborted: a canvas does not follow by itself. */
@@ -42,13 +31,12 @@ export function colour(name) {
   return value;
 }
 
-function choose({ currentTarget }) {
+function choose(redraw) {
   theme = NEXT[theme];
   localStorage.setItem(KEY, theme);
   apply();
-  currentTarget.textContent = `◐ ${theme}`;
-  currentTarget.setAttribute("aria-label", `Colours: ${theme}`);
   tell();
+  redraw();
 }
 
 function apply() {

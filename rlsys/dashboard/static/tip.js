@@ -1,7 +1,7 @@
 /** The small box that shows everything known of one token. */
 
-import { h } from "./dom.js";
 import { NONE, number } from "./format.js";
+import { html, update } from "./html.js";
 import { READINGS, visible } from "./tokens.js";
 
 /** What the style sheet calls the token that is looked at. */
@@ -9,11 +9,13 @@ const LOOKED_AT = "token";
 
 /** One a page: `element` is where it is drawn, `show` puts it beside a range of text, the token of that number. */
 export function tokenTip() {
-  const element = h("div", { class: "tip", role: "status", hidden: true, "data-testid": "tip" });
+  const element = document.createElement("div");
+  Object.assign(element, { className: "tip", role: "status", hidden: true });
+  element.dataset.testid = "tip";
   return {
     element,
     show(range, turn, token) {
-      element.replaceChildren(h("code", null, quoted(turn.pieces[token])), h("dl", null, known(turn, token)));
+      update(element, html`<code>${quoted(turn.pieces[token])}</code><dl>${known(turn, token)}</dl>`);
       element.hidden = false;
       CSS.highlights?.set(LOOKED_AT, new Highlight(range));
       put(element, range.getClientRects()[0]);
@@ -32,7 +34,7 @@ function quoted(piece) {
 
 function known(turn, token) {
   const readings = READINGS.filter((reading) => reading.column && turn[reading.column].length);
-  return readings.map((reading) => h("div", null, h("dt", null, reading.label), h("dd", null, inWords(reading, turn[reading.column][token]))));
+  return readings.map((reading) => html`<div><dt>${reading.label}</dt><dd>${inWords(reading, turn[reading.column][token])}</dd></div>`);
 }
 
 function inWords(reading, value) {

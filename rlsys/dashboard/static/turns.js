@@ -1,11 +1,11 @@
 /** A conversation turn by turn: what an agent was told, what it answered, which tools it called. */
 
-import { tokenBox } from "./colouring.js";
+import { TokenBox } from "./colouring.js";
+import { badge } from "./components.js";
 import { callInWords, messagesOf } from "./conversation.js";
-import { h } from "./dom.js";
 import { count } from "./format.js";
-import { badge } from "./parts.js";
-import { longText, message } from "./prompts.js";
+import { html } from "./html.js";
+import { LongText, message } from "./prompts.js";
 
 /** All turns of one agent. `options`: `reading` and `scale` that colour its tokens, and `tip`, see `colouring.js`. */
 export function conversation(trajectory, options) {
@@ -14,13 +14,15 @@ export function conversation(trajectory, options) {
 
 function oneTurn(trajectory, turn, index, options) {
   const label = `Turn ${index + 1} of ${trajectory.agent}`;
-  return h("section", { class: "turn", "aria-label": label, "data-testid": "turn" },
-    messagesOf(turn.said).map((said, place) => message(said.role, said.text, place)),
-    h("div", { class: "message from-policy", "data-testid": "answer" },
-      h("div", { class: "role" }, trajectory.agent, h("span", { class: "muted" }, ` · ${facts(turn, index)}`), " ", cutOff(turn)),
-      tokenBox(turn, { ...options, label })),
-    turn.tool_calls.map((call, place) => h("div", { class: "call", key: `call-${place}`, "data-testid": "tool-call" },
-      h("div", { class: "role" }, "calls a tool"), longText(callInWords(call)))));
+  return html`<section class="turn" key=${index} aria-label=${label} data-testid="turn">
+    ${messagesOf(turn.said).map((said, place) => message(said.role, said.text, place))}
+    <div class="message from-policy" data-testid="answer">
+      <div class="role">${trajectory.agent}<span class="muted"> · ${facts(turn, index)}</span> ${turn.finish === "length" && badge("cut off at the token limit", "warn")}</div>
+      <${TokenBox} turn=${turn} label=${label} ...${options} />
+    </div>
+    ${turn.tool_calls.map((call, place) => html`<div class="call" key=${`call-${place}`} data-testid="tool-call">
+      <div class="role">calls a tool</div><${LongText} text=${callInWords(call)} /></div>`)}
+  </section>`;
 }
 
 function facts(turn, index) {
@@ -31,9 +33,7 @@ function facts(turn, index) {
     versions.length === 1 && `version ${versions[0]}`,
     versions.length > 1 && `versions ${Math.min(...versions)} to ${Math.max(...versions)}`,
     turn.finish && turn.finish !== "stop" && turn.finish !== "length" && `ended by ${turn.finish}`,
-  ].filter(Boolean).join(" · ");
-}
-
-function cutOff(turn) {
-  return turn.finish === "length" && badge("cut off at the token limit", "warn");
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -190,6 +192,23 @@ def test_a_cancelled_episode_closes_its_environment():
 
     asyncio.run(script())
     assert Broken.closed == ["step"]
+
+
+def test_the_timeline_of_an_episode_has_turns_and_steps_in_order():
+    episode = played(play(), TASK, counting(), seed=1)
+    (trajectory,) = episode.trajectories
+    turns, steps = ["turn"] * len(trajectory.turns), ["step"] * len(trajectory.turns)
+    expected = ["reset", *chain.from_iterable(zip(turns, steps, strict=True)), "close"]
+    assert [span.name or span.kind for span in episode.spans] == expected
+    assert all(a.start_s + a.seconds <= b.start_s + 2e-6 for a, b in pairwise(episode.spans))
+    assert episode.seconds is not None and 0 < episode.seconds < time.time() - episode.began_s + 1
+
+
+def test_a_step_that_hangs_is_in_the_timeline():
+    workflow = play("tests.worlds:Broken", args={"what": "step", "how": "hang"}, step_timeout_s=0.05)
+    episode = played(workflow, TASK, lambda prompt: "x")
+    (step,) = [span for span in episode.spans if span.name == "step"]
+    assert step.seconds >= 0.049
 
 
 def test_what_cannot_be_made_is_said_before_anything_starts():

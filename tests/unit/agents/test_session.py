@@ -406,6 +406,22 @@ def test_tool_results_name_their_call_and_errors_reach_the_model():
     played(play, ScriptedPolicy(lambda prompt: f"Well.\n{called('count', 'cuont')}<tool_call>{{oops"))
 
 
+def test_every_tool_call_has_its_duration_under_its_agent():
+    def double(number: int) -> int:
+        """Double."""
+        return 2 * number
+
+    async def play(session: Session) -> None:
+        session.agent("lead", system="S")
+        helper = session.agent("helper", system="S")
+        await helper.use("go", Toolbox(double))
+
+    calls = write_calls([ToolCall("double", {"number": 2}, ""), ToolCall("nothing", {}, "")])
+    episode = played(play, scripted_calls(calls, "done"))
+    told = [(span.kind, span.name, span.trajectory) for span in episode.spans]
+    assert told == [("turn", "", 1), ("tool", "double", 1), ("tool", "nothing", 1), ("turn", "", 1)]
+
+
 def test_results_of_an_agent_of_plain_text_are_text():
     policy = ScriptedPolicy(lambda prompt: "done" if "response" in prompt else called("count"))
 

@@ -15,6 +15,7 @@ from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError, ModelError
 from rlsys.launch import with_device_defaults
+from tests.histories import small_run
 
 RLSYS = Path(sys.executable).with_name("rlsys")
 HEAVY = ("torch", "ray", "transformers", "numpy", "datasets")
@@ -237,6 +238,25 @@ def test_a_wrong_configuration_ends_with_2_and_no_traceback(job: str):
         "rlsys: 1 problem in the configuration:\n"
         "  command line: train.lrr=1: train.lrr: unknown key; did you mean `train.lr`?\n"
     )
+
+
+def test_a_query_prints_a_table_or_json(tmp_path: Path):
+    run = str(small_run(tmp_path / "run"))
+    query = "episodes where truncated and step < 3 order by step show step, outcome"
+    done = CliRunner().invoke(app, ["query", run, query])
+    assert done.stdout.splitlines() == ["step  outcome", "   1  truncated", "   2  truncated"]
+    found = json.loads(CliRunner().invoke(app, ["query", run, query, "--json"]).stdout)
+    assert (found["num_rows"], [row["step"] for row in found["rows"]]) == (2, [1, 2])
+
+
+def test_a_bad_query_ends_with_2_and_the_nearest_column(tmp_path: Path):
+    run = str(small_run(tmp_path / "run"))
+    done = subprocess.run(
+        [RLSYS, "query", run, "episodes where rewrd < 1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "did you mean `reward`?" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def cpu_s_of_children() -> float:

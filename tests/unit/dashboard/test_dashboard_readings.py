@@ -23,11 +23,13 @@ from rlsys.dashboard.series import SeriesColumns
 from rlsys.launch.run_lock import LOCK
 from rlsys.monitoring.events import (
     ACTIVITIES,
+    EvalDone,
     GroupDropped,
     GroupIssued,
     GroupPlaced,
     GroupReissued,
     GroupRolledOut,
+    GroupScored,
     PhaseDone,
     ReplicaSeen,
     RunStarted,
@@ -36,10 +38,11 @@ from rlsys.monitoring.events import (
     WorkerBusy,
     WorkerFailed,
 )
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
+from rlsys.types import EpisodeSpan
 from tests.histories import BEGIN_S, History, Shape, big_run, small_run
 from tests.planted import BOTTLENECK, STALE_REPLICA, planted_run
-from tests.rollouts import damage, lines_of, write_lines
+from tests.rollouts import damage, lines_of, rollouts, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,9 @@ def test_a_finished_run_is_summed_up_in_a_line(runs: Path) -> None:
     (row,) = Readings(runs).runs().runs
     assert (row.id, row.status, row.model, row.algorithm) == ("small", "finished", "models/tiny-4", "grpo")
     assert (row.step, row.total_steps, row.step_s, row.eta_s) == (30, 30, 2.0, None)
-    assert row.reward == pytest.approx(Readings(runs).series("small", ["reward/mean"]).series[0].values[-1])
+    rewards = Readings(runs).series("small", ["reward/mean"]).series[0].values
+    assert row.reward == pytest.approx(sum(r for r in rewards[-20:] if r is not None) / 20), "not one noisy step"
+    assert row.rewards == rewards
     assert row.last_error == "rollout-2 while rolling out group 58: the process ended with SIGKILL"
 
 
@@ -312,6 +317,28 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
     assert series.steps == sorted(series.steps)
 
 
+def test_a_stretch_of_a_series_is_answered_at_full_resolution() -> None:
+    columns = SeriesColumns()
+    for step in range(10_000):
+        columns.put(step, {"loss": step}, since_s=2.0 * step)
+    (whole,) = columns.series(["loss"], 100)
+    (part,) = columns.series(["loss"], 100, stretch=(500, 560))
+    (timed,) = columns.series(["loss"], 100, columns.axis("time"), (1000.0, 1120.0))
+    assert len(whole.steps) < 200 and whole.num_points == 10_000
+    assert part.steps == timed.steps == list(range(500, 561))
+    assert timed.xs == [2.0 * step for step in range(500, 561)]
+
+
+def test_steps_are_counted_by_the_tokens_they_trained() -> None:
+    columns = SeriesColumns()
+    assert columns.axis("tokens") is None, "no step told its speed"
+    for step in (1, 2, 3):
+        columns.put(step, {"loss": 0.5, "perf/tokens_per_s": 100.0, "time/step": 2.0})
+    columns.put(0, {"eval/held_out/mean": 0.1})
+    (loss, held_out) = columns.series(["loss", "eval/held_out/mean"], 100, columns.axis("tokens"))
+    assert (loss.xs, held_out.xs) == ([200.0, 400.0, 600.0], [0.0])
+
+
 def test_the_later_value_of_a_step_wins_in_any_order() -> None:
     columns = SeriesColumns()
     for step, value in ((1, 1.0), (4, 4.0), (2, 2.0), (4, 5.0)):
@@ -363,6 +390,20 @@ def test_a_group_shows_its_episodes_side_by_side(runs: Path) -> None:
     assert answer.episodes[0].text.startswith("The answer is")
     with pytest.raises(NoSuch, match="no group 99"):
         Readings(runs).group("small", 3, 99)
+
+
+def test_a_replay_is_offered_only_of_steps_whose_data_is_there(tmp_path: Path) -> None:
+    history = History(tmp_path / "partial", Shape(steps=4, groups=1, size=2))
+    history.start()
+    for _ in range(4):
+        history.step()
+    history.end("finished")
+    (history.folder / "rollouts" / "step_000002.parquet").unlink()
+    assert [bool(Readings(tmp_path).episode("partial", n, n - 1, 0).replay) for n in (1, 3, 4)] == [True, False, False]
+    checkpoint = history.folder / "checkpoints" / "step_000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    assert Readings(tmp_path).episode("partial", 4, 3, 0).replay, "it begins from the checkpoint of step 3"
 
 
 def test_an_episode_is_told_token_by_token(runs: Path) -> None:
@@ -675,3 +716,56 @@ def test_threads_may_read_concurrently_while_the_run_continues(history: History)
         thread.join()
     assert failed == []
     assert readings.change("run").step == 13
+
+
+def test_samples_of_an_evaluation_open_like_training_episodes(history: History) -> None:
+    history.emit(
+        EvalDone(
+            3, "held_out", "", 4.0, {"eval/held_out/mean": 0.5, "eval/held_out/failed_frac": 0.25}, {"no judge": 1.0}
+        )
+    )
+    rollouts(history.folder / "evaluations/held_out/step_000003.parquet", (1.0, 0.0, None, 1.0), step=3)
+    readings = readings_of(history)
+    (row,) = readings.evaluations("run").evaluations
+    assert (row.scores, row.failures, row.has_samples) == ({"mean": 0.5, "failed_frac": 0.25}, {"no judge": 1.0}, True)
+    answer = readings.evaluation("run", "held_out", 3)
+    assert [(group.task_id, group.num_failed) for group in answer.groups] == [("t0", 0), ("t1", 1)]
+    group = readings.group("run", 3, 1, "held_out")
+    assert (group.previous_group_id, group.next_group_id, group.episodes[0].reason) == (0, None, "no judge")
+    episode = readings.episode("run", 3, 1, 1, "held_out")
+    assert (episode.reward, episode.replay) == (1.0, "")
+
+
+@pytest.mark.parametrize("dataset", ["..", "../rollouts", "hard", "/etc"])
+def test_only_data_sets_of_the_run_have_samples(history: History, dataset: str) -> None:
+    (history.folder / "evaluations/held_out").mkdir(parents=True)
+    with pytest.raises(NoSuch, match="no evaluation on"):
+        readings_of(history).evaluation("run", dataset, 3)
+
+
+def test_an_episode_has_the_timeline_that_was_recorded(history: History) -> None:
+    path = rollouts(history.folder / "rollouts/step_000003.parquet", (1.0, 0.0), step=3)
+    (record,) = read_rollouts(path)
+    spans = (EpisodeSpan("turn", "", 0, 0.25, 1.5), EpisodeSpan("environment", "step", 0, 1.75, 2.0))
+    timed = replace(record.episodes[0], began_s=BEGIN_S, spans=spans)
+    write_rollouts(path, [replace(record, episodes=(timed, record.episodes[1]))])
+    readings = readings_of(history)
+    episode = readings.episode("run", 3, 0, 0)
+    assert (episode.began_s, episode.seconds, tuple(episode.timeline)) == (BEGIN_S, 3.75, spans)
+    assert (episode.trajectories[0].turns[0].start_s, episode.trajectories[0].turns[0].seconds) == (0.25, 1.5)
+    untimed = readings.episode("run", 3, 0, 1)
+    assert (untimed.seconds, untimed.trajectories[0].turns[0].seconds, list(untimed.timeline)) == (None, None, [])
+    assert [row.seconds for row in readings.group("run", 3, 0).episodes] == [3.75, None]
+
+
+def test_failed_episodes_are_counted_by_the_text_of_their_exception(history: History) -> None:
+    before = readings_of(history).failures("run")
+    for group_id, failures in (
+        (901, {"KeyError: 'x'": 2.0}),
+        (902, {"KeyError: 'x'": 1.0, "took longer than 5 s": 1.0}),
+    ):
+        history.emit(GroupScored(group_id, f"task-{group_id}", (None, None, 1.0), failures))
+    answer = readings_of(history).failures("run")
+    shown = [(row.reason, row.num_episodes, row.last_group_id, row.last_task_id) for row in answer.failures]
+    assert shown == [("KeyError: 'x'", 3, 902, "task-902"), ("took longer than 5 s", 1, 902, "task-902")]
+    assert (answer.num_failed, answer.num_episodes - before.num_episodes) == (4, 6)

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
+from fastapi.routing import APIRoute
 
 from rlsys.dashboard import responses as answers
+from rlsys.dashboard.http_server import app_of
 from rlsys.dashboard.listener import Listener, remedy_of
 from rlsys.dashboard.security import Access, is_loopback
 from rlsys.errors import ConfigError
@@ -85,6 +87,9 @@ ADDRESSES = {
     "/api/cluster?run=small&from=0&to=2e9&width=300": answers.ClusterAnswer,
     "/api/ledger?run=small": answers.LedgerAnswer,
     "/api/compare?run=small&run=small": answers.CompareAnswer,
+    "/api/tables?run=small": answers.TablesAnswer,
+    "/api/table?run=small&table=groups&filter=equal&search=task&order=step+desc&from=1&to=9": answers.TableAnswer,
+    "/api/query?run=small&q=episodes": answers.TableAnswer,
 }
 
 
@@ -93,6 +98,49 @@ def test_every_address_answers_with_the_fields_of_its_class(url: str, path: str)
     reply = ask(url, path)
     assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
     assert list(reply.json) == [field.name for field in fields(ADDRESSES[path])]
+
+
+def test_every_address_is_documented() -> None:
+    routes = app_of(*[None] * 3).routes  # type: ignore[arg-type]  (nothing is asked)
+    paths = {route.path for route in routes if isinstance(route, APIRoute)}
+    page = (Path(__file__).parents[3] / "docs" / "dashboard.md").read_text()
+    assert paths == set(re.findall(r"`(/api/\w+)(?:\?[^`]*)?`", page))
+
+
+def test_parts_of_a_query_reach_the_tables(url: str) -> None:
+    parts = {"table": "groups", "filter": "equal", "search": "task-2", "order": "step desc", "show": "task, reward"}
+    path = f"/api/table?{urlencode({'run': 'small', **parts, 'from': 4, 'to': 12, 'offset': 1, 'limit': 2})}"
+    reply = ask(url, path).json
+    while reply["indexed"] < 1:
+        reply = ask(url, path).json
+    assert [list(row) for row in reply["rows"]] == [["task", "reward", "step", "group_id", "recorded"]] * 2
+    assert [row["step"] for row in reply["rows"]] == sorted((row["step"] for row in reply["rows"]), reverse=True)
+    query = "groups where equal and task contains 'task-2' between 4 and 12 order by step desc show task, reward"
+    whole = ask(url, f"/api/query?{urlencode({'run': 'small', 'q': query})}").json
+    assert whole["rows"][1:3] == reply["rows"]
+    assert whole["num_rows"] == reply["num_rows"]
+    grouped = ask(url, "/api/table?table=runs&group=train.lr").json
+    assert [(row["train.lr"], row["num"]) for row in grouped["rows"]] == [(0.0003, 1)]
+
+
+def test_a_table_follows_a_run_and_a_new_run_is_listed(tmp_path: Path) -> None:
+    history = History(tmp_path / "first", Shape())
+    history.start()
+    history.step()
+
+    def steps(run: str) -> int:
+        reply = ask(url, f"/api/query?run={run}&q=steps").json
+        return reply["num_rows"] if reply["indexed"] == 1 else steps(run)
+
+    with served(tmp_path) as url:
+        assert steps("first") == 1
+        history.step()
+        assert steps("first") == 2
+        later = History(tmp_path / "sweep" / "second", Shape())
+        later.start()
+        later.step()
+        assert {row["id"] for row in ask(url, "/api/table?table=runs").json["rows"]} == {"first", "sweep/second"}
+        assert steps("sweep/second") == 1
 
 
 def test_what_the_addresses_are_asked_for_reaches_the_reader(url: str) -> None:
@@ -122,6 +170,10 @@ def test_a_metric_that_is_not_a_number_is_null(tmp_path: Path) -> None:
         ("/api/cluster?run=small&from=nan", "from: "),
         ("/api/series?run=small&name=loss&points=1000000000", "points: "),
         ("/api/log?run=small&limit=1000000000", "limit: "),
+        ("/api/table?run=small&table=episodes&filter=rewrd+<+1", "did you mean `reward`?"),
+        ("/api/table?run=small&table=episodes&limit=1000000", "limit: "),
+        ("/api/table?table=episodes", "run: "),
+        ("/api/query?run=small&q=episode", "did you mean `episodes`?"),
     ],
 )
 def test_an_invalid_request_is_refused_naming_the_parameter(url: str, path: str, named: str) -> None:

@@ -37,9 +37,10 @@ def begun(folder: Path) -> History:
 def test_the_last_notes_and_steps_of_an_ended_run_appear(tmp_path: Path) -> None:
     lines = tailed(small_run(tmp_path / "run"))
     assert "rollout-2.1 is back after 4.2 s" in lines
-    assert "finished after step 30" in lines
-    assert lines[-1].startswith("step 30/30  reward ")
-    assert len([line for line in lines if not line.startswith("step ") or " on " in line]) <= 20
+    end = lines.index("finished after step 30")
+    assert lines[end - 1].startswith("step 30/30  0:00 left  reward ")
+    assert lines[end + 2 :][:2] == ["next:", f"  rlsys dashboard {tmp_path}/run"]
+    assert len([line for line in lines[: end + 1] if not line.startswith("step ") or " on " in line]) <= 20
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_the_policies_of_a_run_are_shown_by_name(tmp_path: Path) -> None:
         history.end("finished")
     shared.emit(RunEnded(1, "finished"))
     lines = tailed(tmp_path)
-    assert [line[:21] for line in lines if " reward " in line] == ["proposer: step  1/30 ", "solver: step  1/30  r"]
+    assert [line[:21] for line in lines if " reward " in line] == ["proposer: step  1/30 ", "solver: step  1/30  0"]
     assert "finished after step 1" in lines
 
 

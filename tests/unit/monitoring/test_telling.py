@@ -59,4 +59,4 @@ def test_a_group_without_samples_has_its_permits_version():
 
 def test_a_failed_episode_has_no_reward_whatever_it_was_given():
     of = group(1, episodes=[episode(0.5), episode(1.0, failed("the judge raised")), episode(None)])
-    assert group_scored(of) == GroupScored(1, "task-1", (0.5, None, None), ("the judge raised",))
+    assert group_scored(of) == GroupScored(1, "task-1", (0.5, None, None), {"the judge raised": 1})

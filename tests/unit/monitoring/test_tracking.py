@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import pytest
 
 from rlsys.monitoring.events import (
     CheckpointSaved,
+    EngineChosen,
     EvalDone,
     FileSkipped,
     GroupDropped,
@@ -51,6 +53,12 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def shown_on(out: io.StringIO) -> list[str]:
+    """Lines on the screen at the end, in order; of a line that was drawn again, also its earlier forms."""
+    texts = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
+    return [text.rstrip() for text in texts if text.strip()]
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -97,6 +105,7 @@ def test_an_evaluation_is_a_row_of_metrics_of_its_own(tmp_path: Path) -> None:
         "hash": "ab",
         "seconds": 1.5,
         "metrics": {"eval/hard/mean": 0.5},
+        "failures": {},
     }
     sink.close()
 
@@ -234,9 +243,84 @@ def test_a_progress_line_shows_waits_and_remaining_time() -> None:
     sink.handle(StepDone(41, METRICS), 8.0)
     sink.handle(StepDone(42, METRICS), 8.2)
     first, second = out.getvalue().splitlines()
-    shown = "reward 0.713  staleness 1  1,934 tokens/s  trainer waits 61%, rollouts wait 24%"
-    assert first == f"step  41/150  {shown}"
-    assert second == f"step  42/150  {shown}  0:22 left"
+    shown = "reward 0.713  staleness 1  1,934 tokens/s"
+    assert first == f"step  41/150  0:22 left  {shown}"
+    assert second == f"step  42/150  0:22 left  {shown}"
+
+
+def test_no_progress_line_is_wider_than_80_columns_or_without_its_end() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(1_000_000, out, every_s=0, policy="a_policy_with_a_long_name")
+    sink.handle(StepDone(99_998, METRICS), 0.0)
+    sink.handle(StepDone(99_999, METRICS), 3600.0)
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[1] == "a_policy_with_a_long_name: step   99999/1000000  900001:00:00 left  reward 0.713"
+
+
+@pytest.mark.parametrize("columns", [80, 40, 160])
+def test_a_terminal_shows_the_remaining_time_at_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    sink = ConsoleSink(150, out)
+    sink.handle(StepDone(41, METRICS), 8.0)
+    sink.handle(StepDone(42, METRICS), 8.2)
+    sink.close()
+    last = shown_on(out)[-1]
+    assert len(last) <= columns and "step  42/150  0:22 left" in last
+    assert ("trainer waits" in last) == (columns == 160)
+
+
+def test_nothing_of_the_progress_follows_the_end_and_its_next_commands() -> None:
+    for out in (io.StringIO(), Terminal()):
+        sink = ConsoleSink(8, out, run_dir="runs/my run")
+        for step in (6, 7, 8):
+            sink.handle(StepDone(step, {"reward/mean": step / 10}), float(step))
+        sink.handle(RunEnded(8, "finished"), 9.0)
+        sink.close()
+        *_, progress, end, reward, next_, dashboard, report, evaluation, export = shown_on(out)
+        assert "step 8/8" in progress
+        assert (end, reward, next_) == ("finished after step 8", "reward 0.700, mean of the last 3 steps", "next:")
+        assert [dashboard, report, evaluation, export] == [
+            "  rlsys dashboard 'runs/my run'",
+            "  rlsys report 'runs/my run' -o report.html",
+            "  rlsys eval 'runs/my run' --data FILE",
+            "  rlsys export 'runs/my run' --to FOLDER",
+        ]
+
+
+def test_an_interrupted_run_says_how_it_goes_on() -> None:
+    out = io.StringIO()
+    ConsoleSink(8, out, run_dir="runs/mine").handle(RunEnded(3, "interrupted"), 9.0)
+    assert out.getvalue().splitlines()[1:] == [
+        "next:",
+        "  rlsys train runs/mine/config.resolved.yaml run.resume=auto",
+        "  rlsys dashboard runs/mine",
+    ]
+
+
+def test_engines_of_a_kind_are_one_line() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(8, out)
+    for worker in ("rollout-0", "rollout-1", "rollout-2", "eval-0"):
+        sink.handle(EngineChosen(worker, "local", "there is no GPU"), 1.0)
+    sink.handle(EngineChosen("rollout-3", "vllm", "a GPU"), 1.0)
+    sink.close()
+    assert out.getvalue().splitlines() == [
+        "rollout-0 to rollout-2, eval-0 generate with local: there is no GPU",
+        "rollout-3 generates with vllm: a GPU",
+    ]
+
+
+def test_start_up_shows_the_time_since_the_command() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(8, out)
+    sink.handle(PhaseDone("load_data", 0.5), 100.5)
+    sink.handle(PhaseDone("start_workers", 5.0), 107.25)
+    assert out.getvalue().splitlines() == ["   0.5 s  load data", "   7.2 s  start workers (5.0 s)"]
+    screen = Terminal()
+    ConsoleSink(8, screen).close()
+    assert "starting  0:00" in screen.getvalue()
 
 
 def test_figures_that_are_missing_are_left_out() -> None:
@@ -298,7 +382,7 @@ def test_a_terminal_gets_progress_and_notes_on_its_stream(capsys: pytest.Capture
     sink.close()
     text = out.getvalue()
     assert "dropped group 3 (task [t9]): stale" in text
-    assert "step 150/150  reward 0.713" in text
+    assert "step 150/150  0:00 left  reward 0.713" in text
     assert capsys.readouterr() == ("", "")
 
 

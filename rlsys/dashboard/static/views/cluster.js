@@ -2,31 +2,35 @@
 
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
-import { h, update } from "../dom.js";
+import { Table, badge, empty, failure, fold, ofPolicies } from "../components.js";
 import { count, date, duration, number, percent } from "../format.js";
+import { html, update } from "../html.js";
 import { sinceBegin } from "../lanes.js";
+import { machineOf, machineSection } from "../machine.js";
 import { barMark } from "../marks.js";
-import { badge, empty, failure, ofPolicies, table } from "../parts.js";
 import { link, note } from "../router.js";
 import { Swimlanes, lanesWidth, windowOf } from "../swimlanes.js";
 
 export const title = "Cluster";
 
 const HELD_UP_BY = {
-  rollout: "the rollouts", reward: "the rewards", annotate: "the annotators", trainer: "the trainer",
-  weights: "the hand-over of weights", evaluation: "the evaluation", balanced: "nobody",
-  straggler: "one slow worker", order: "older groups", environment: "tools and environments", lockstep: "lockstep",
+  rollout: "the rollouts",
+  reward: "the rewards",
+  annotate: "the annotators",
+  trainer: "the trainer",
+  weights: "the hand-over of weights",
+  evaluation: "the evaluation",
+  balanced: "nobody",
+  straggler: "one slow worker",
+  order: "older groups",
+  environment: "tools and environments",
+  lockstep: "lockstep",
 };
+const QUEUE = "Groups that are somewhere between being issued and being trained, and those of them that are ready to be trained";
 
 export async function render(root, place, { signal, run }) {
   let window = windowOf(place.query);
   const newest = numbered();
-  const lanes = new Swimlanes(look);
-  const queue = new Chart({
-    id: "queue", title: "Groups in the pipe", unit: "groups", x: "time", sync: "time", signal,
-    help: "Groups that are somewhere between being issued and being trained, and those of them that are ready to be trained",
-  });
-  const pipe = h("section", { key: "queue" }, h("h2", null, "Queue depth"), queue.element);
 
   function look(to) {
     window = to;
@@ -36,24 +40,27 @@ export async function render(root, place, { signal, run }) {
   async function load(now) {
     run = now;
     const isNewest = newest();
-    const answer = await get("cluster", { run: place.run, from: window?.from, to: window?.to, width: lanesWidth() }, signal);
-    if (isNewest()) draw(answer);
-  }
-  function draw(answer) {
-    if (answer.begin_s === null) return update(root, head(), empty("No worker has been heard of yet.", "This page fills once the run has started its workers."));
-    lanes.show(answer, window === null);
-    update(root, head(), bottleneck(answer.bottleneck), stale(answer),
-      h("h2", { key: "h-lanes" }, "Who did what, and when"),
-      run.has_spans && answer.lanes.length ? lanes.element : noLanes(run),
-      h("section", { key: "replicas" }, h("h2", null, "Weights held by each replica"), replicas(answer)),
-      answer.queue.length ? pipe : null,
-      h("section", { key: "restarts" }, h("h2", null, "Workers that failed"), restarts(answer)));
-    const points = held(answer);
-    const xs = points.map((point) => point.time_s - answer.begin_s);
-    queue.show([
-      { label: "open", kind: "step", xs, ys: points.map((point) => point.num_open) },
-      { label: "ready to be trained", kind: "step", xs, ys: points.map((point) => point.num_finished) },
+    const [answer, machine] = await Promise.all([
+      get("cluster", { run: place.run, from: window?.from, to: window?.to, width: lanesWidth() }, signal),
+      get("machine", { run: place.run }, signal),
     ]);
+    if (isNewest()) draw(answer, machineOf(machine, answer.begin_s ?? 0));
+  }
+  function draw(answer, machine) {
+    const head = html`<div key="head" class="head"><h1 data-testid="title">Cluster</h1></div>`;
+    if (answer.begin_s === null) return update(root, head, empty("No worker has been heard of yet.", "This page fills once the run has started its workers."));
+    const hasLanes = run.has_spans && answer.lanes.length > 0;
+    update(
+      root,
+      html`${head}${bottleneck(answer.bottleneck)}${stale(answer)}
+      <h2 key="h-lanes">Who did what, and when</h2>
+      ${hasLanes ? html`<${Swimlanes} key="lanes" answer=${answer} isFollowing=${window === null} look=${look} />` : noLanes(run)}
+      <section key="replicas"><h2>Weights held by each replica</h2>${replicas(answer)}</section>
+      ${answer.queue.length > 0 && html`<section key="queue"><h2>Queue depth</h2>
+        <${Chart} id="queue" title="Groups in the pipe" unit="groups" x="time" sync="time" help=${QUEUE} lines=${queueLines(answer)} /></section>`}
+      <section key="restarts"><h2>Workers that failed</h2>${restarts(place.run, answer)}</section>
+      ${machine && machineSection(machine)}`,
+    );
   }
   await load(run);
   return load;
@@ -67,27 +74,25 @@ function noLanes(run) {
 }
 
 /** The queue over just the time that the lanes show. It is told of when it changes: the last still holds at the end. */
-function held(answer) {
-  if (!answer.queue.length) return [];
-  const [first, last] = [answer.queue[0], answer.queue.at(-1)];
-  const before = first.time_s > answer.from_s ? [{ time_s: answer.from_s, num_open: null, num_finished: null }] : [];
-  const after = last.time_s < answer.to_s ? [{ ...last, time_s: answer.to_s }] : [];
-  return [...before, ...answer.queue, ...after];
-}
-
-function head() {
-  return h("div", { key: "head", class: "head" }, h("h1", { "data-testid": "title" }, "Cluster"));
+function queueLines({ queue, begin_s, from_s, to_s }) {
+  const [first, last] = [queue[0], queue.at(-1)];
+  const before = first.time_s > from_s ? [{ time_s: from_s, num_open: null, num_finished: null }] : [];
+  const after = last.time_s < to_s ? [{ ...last, time_s: to_s }] : [];
+  const points = [...before, ...queue, ...after];
+  const xs = points.map(({ time_s }) => time_s - begin_s);
+  return [
+    { label: "open", kind: "step", xs, ys: points.map(({ num_open }) => num_open) },
+    { label: "ready to be trained", kind: "step", xs, ys: points.map(({ num_finished }) => num_finished) },
+  ];
 }
 
 function bottleneck(found) {
   if (!found) return null;
   const rows = Object.entries(found.shares).sort(([, a], [, b]) => b - a);
-  return h("section", { key: "bottleneck", class: "bottleneck", "data-testid": "bottleneck" },
-    h("h2", null, "Held up by ", h("strong", { "data-testid": "bottleneck-who" }, HELD_UP_BY[found.who] ?? found.who)),
-    h("p", null, found.sentence),
-    h("details", { class: "data" }, h("summary", null, "Shares of the time of a step, last 20 steps"),
-      h("dl", { class: "measures" }, rows.map(([name, share]) => h("div", { key: name },
-        h("dt", null, name), h("dd", { class: "num" }, percent(share)), h("dd", { class: "mark-cell" }, barMark(share, { low: 0, high: 1 })))))));
+  const shares = rows.map(([name, share]) => html`<div key=${name}><dt>${name}</dt><dd class="num">${percent(share)}</dd><dd class="mark-cell">${barMark(share, { low: 0, high: 1 })}</dd></div>`);
+  return html`<section key="bottleneck" class="bottleneck" data-testid="bottleneck">
+    <h2>Held up by <strong data-testid="bottleneck-who">${HELD_UP_BY[found.who] ?? found.who}</strong></h2><p>${found.sentence}</p>
+    ${fold("Shares of the time of a step, last 20 steps", html`<dl class="measures">${shares}</dl>`)}</section>`;
 }
 
 /** The replicas that are behind, in words. */
@@ -95,19 +100,23 @@ function stale(answer) {
   const rows = answer.replicas.filter((replica) => replica.is_stale);
   if (!rows.length) return null;
   const bound = answer.staleness_bound;
-  return h("div", { key: "stale", class: "banner warn", role: "status", "data-testid": "stale" },
-    rows.map((replica) => h("p", { key: replica.worker }, h("strong", null, `${replica.worker} is stale: `), why(replica, answer))),
-    bound !== null && h("p", { key: " bound" }, `The run allows ${count(bound, "version")}.`));
+  return html`<div key="stale" class="banner warn" role="status" data-testid="stale">
+    ${rows.map((replica) => html`<p key=${replica.worker}><strong>${replica.worker} is stale: </strong>${why(replica, answer)}</p>`)}
+    ${bound !== null && html`<p key=" bound">The run allows ${count(bound, "version")}.</p>`}</div>`;
 }
 
 function why(replica, answer) {
   const unseen = answer.end_s - replica.seen_s;
-  const held = replica.version === null ? "it never said which version it holds" : `it holds version ${replica.version}, and was ${number(replica.behind)} behind when it last answered; the newest is ${answer.newest_version}`;
+  const held =
+    replica.version === null
+      ? "it never said which version it holds"
+      : `it holds version ${replica.version}, and was ${number(replica.behind)} behind when it last answered; the newest is ${answer.newest_version}`;
   return unseen > 30 ? `${held}. That was ${duration(unseen)} before the last event.` : `${held}.`;
 }
 
 function replicas(answer) {
   if (!answer.replicas.length) return empty("No replica has been seen yet.", "Replicas are looked at every few seconds once the run trains.");
+  const seen = ({ seen_s }) => (answer.end_s - seen_s < 2 ? "just now" : `${duration(answer.end_s - seen_s)} earlier`);
   const columns = [
     { label: "Replica", isHead: true, cell: (replica) => replica.worker },
     { label: "Held version (when it answered)", isNumber: true, cell: (replica) => number(replica.version) },
@@ -117,30 +126,30 @@ function replicas(answer) {
     { label: "Waiting", isNumber: true, title: "Sequences or groups that wait for a place", cell: (replica) => number(replica.num_waiting) },
     { label: "Cache used", isNumber: true, cell: (replica) => percent(replica.kv_used) },
     { label: "Tokens/s", isNumber: true, title: "Sampled, over the last minute", cell: (replica) => number(replica.tokens_per_s) },
-    { label: "Last answered", isNumber: true, title: "Counted back from the last event of the run", cell: (replica) => (answer.end_s - replica.seen_s < 2 ? "just now" : `${duration(answer.end_s - replica.seen_s)} earlier`) },
+    { label: "Last answered", isNumber: true, title: "Counted back from the last event of the run", cell: seen },
     { label: "Restarts", isNumber: true, cell: (replica) => number(replica.restarts) },
   ];
   const staleFirst = [...answer.replicas].sort((a, b) => b.is_stale - a.is_stale);
   const newest = answer.newest_version === null ? "No weights were published yet." : `The newest version is ${answer.newest_version}.`;
-  return [
-    h("p", { class: "muted small", key: "newest", "data-testid": "newest" }, newest),
-    table(columns, staleFirst, { id: "replicas", key: (replica) => replica.worker, rowClass: (replica) => (replica.is_stale ? "overdue" : null) }),
-  ];
+  const rowClass = (replica) => (replica.is_stale ? "overdue" : null);
+  return html`<p class="muted small" data-testid="newest">${newest}</p>
+    <${Table} columns=${columns} rows=${staleFirst} id="replicas" keyOf=${(replica) => replica.worker} rowClass=${rowClass} />`;
 }
 
 function marks(replica) {
-  const all = [!replica.answers && badge("does not answer", "bad", "It failed, or it is busy with something that does not end"), replica.is_stale && badge("stale", "bad", "Further behind than the run allows"), replica.is_loading && badge("taking in weights")].filter(Boolean);
-  return all.length ? h("span", { class: "badges" }, all) : "";
+  return html`<span class="badges">${!replica.answers && badge("does not answer", "bad", "It failed, or it is busy with something that does not end")}
+    ${replica.is_stale && badge("stale", "bad", "Further behind than the run allows")}${replica.is_loading && badge("taking in weights")}</span>`;
 }
 
-function restarts(answer) {
-  if (!answer.restarts.length) return h("p", { class: "muted", "data-testid": "no-restarts" }, "No worker has failed.");
+function restarts(run, answer) {
+  if (!answer.restarts.length) return html`<p class="muted" data-testid="no-restarts">No worker has failed.</p>`;
   const columns = [
     { label: "Worker", isHead: true, cell: (row) => row.worker },
-    { label: "Failed at (h:min:s since the run began)", cell: (row) => h("span", { title: date(row.failed_s) }, sinceBegin(row.failed_s - answer.begin_s)) },
+    { label: "Failed at (h:min:s since the run began)", cell: (row) => html`<span title=${date(row.failed_s)}>${sinceBegin(row.failed_s - answer.begin_s)}</span>` },
     { label: "While", cell: (row) => row.phase },
     { label: "Back after", cell: (row) => (row.back_s === null ? badge("not back", "bad") : duration(row.back_s - row.failed_s)) },
-    { label: "What it said", cell: (row) => h("span", { class: "detail" }, row.detail) },
+    { label: "What it said", cell: (row) => html`<span class="detail">${row.detail}</span>` },
+    { label: "", cell: (row) => html`<a href=${link("log", run, { of: "workers", worker: row.worker })} data-testid="worker-log-link">its log</a>` },
   ];
-  return table(columns, answer.restarts, { id: "restarts", key: (row) => `${row.worker} ${row.failed_s}` });
+  return html`<${Table} columns=${columns} rows=${answer.restarts} id="restarts" keyOf=${(row) => `${row.worker} ${row.failed_s}`} />`;
 }

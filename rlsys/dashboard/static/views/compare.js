@@ -2,131 +2,105 @@
 
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
-import { h, update } from "../dom.js";
+import { chartTools, choicesOf, paramsOf, toggled, windowOf } from "../choices.js";
+import { Table, empty, fold, sorted, status } from "../components.js";
 import { count, duration, number } from "../format.js";
-import { empty, status, table } from "../parts.js";
+import { html, update } from "../html.js";
 import { link, note } from "../router.js";
 
 export const title = "Compare";
 
 const POINTS = 400;
-const USUAL = [
-  "reward/mean",
-  "policy/entropy",
-  "policy/kl_ref",
-  "completions/length_mean",
-  "optim/grad_norm",
-  "time/step",
-];
+const USUAL = ["reward/mean", "policy/entropy", "policy/kl_ref", "completions/length_mean", "optim/grad_norm", "time/step"];
+const SHORT = 24; // characters of a value that is not broken over two lines
 
 export async function render(root, { query }, { signal }) {
   const ids = query.getAll("run");
   if (ids.length < 2)
-    return void root.append(
-      empty("Two runs are needed to compare.", h("a", { href: link("runs", null) }, "Choose them in the list of runs")),
-    );
-  const charts = new Map(); // metric -> Chart
+    return void update(root, empty("Two runs are needed to compare.", html`<a href=${link("runs", null)}>Choose them in the list of runs</a>`));
   const newest = numbered();
-  const top = h("div");
-  const box = h("div", { class: "charts after", "data-testid": "curves" });
-  const bottom = h("div");
-  const known = (await Promise.all(ids.map((run) => get("metrics", { run }, signal)))).flatMap(({ metrics }) =>
-    metrics.map(({ name }) => name),
-  );
+  const known = (await Promise.all(ids.map((run) => get("metrics", { run }, signal)))).flatMap(({ metrics }) => metrics.map(({ name }) => name));
   const names = [...new Set(known)].sort();
   const evals = names.filter((name) => /^eval\/.+\/mean$/.test(name));
   let chosen = query.getAll("metric");
-  if (!chosen.length)
-    chosen = [...USUAL.slice(0, 1), ...evals, ...USUAL.slice(1)].filter((name) => names.includes(name));
-  root.append(h("div", { class: "head" }, h("h1", null, "Compare")), top, box, bottom);
-
-  function choose(name) {
-    if (!names.includes(name)) return;
-    chosen = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
-    if (!chosen.includes(name)) {
-      charts.get(name)?.close();
-      charts.delete(name);
-    }
-    note(link("compare", null, { run: ids, metric: chosen }));
-    return refresh();
-  }
+  if (!chosen.length) chosen = [USUAL[0], ...evals, ...USUAL.slice(1)].filter((name) => names.includes(name));
+  let choices = choicesOf(query);
+  let sort = query.get("sort");
+  let told = null;
 
   async function refresh() {
     const isNewest = newest();
     const [{ runs, differences }, ...answers] = await Promise.all([
       get("compare", { run: ids }, signal),
-      ...(chosen.length ? ids.map((run) => get("series", { run, name: chosen, points: POINTS }, signal)) : []),
+      ...(chosen.length ? ids.map((run) => get("series", { run, name: chosen, points: POINTS, ...windowOf(choices) }, signal)) : []),
     ]);
     if (!isNewest()) return;
     const labels = labelsOf(runs);
+    told = { runs, differences, labels, charts: chosen.map((name) => chartOf(name, labels, answers)).filter(Boolean) };
+    draw();
+  }
+
+  function draw() {
+    const { runs, differences, labels, charts } = told;
+    const add = ({ target }) => {
+      const name = target.value;
+      target.value = "";
+      if (names.includes(name)) chart(name);
+    };
     update(
-      top,
-      table(columns(), runs, { id: "compared", key: ({ id }) => id }),
-      h(
-        "div",
-        { class: "tools after", key: "tools" },
-        h("input", {
-          type: "search",
-          list: "metric-names",
-          placeholder: "Add a metric",
-          "aria-label": "Add a metric",
-          "data-search": true,
-          "data-testid": "add-metric",
-          onchange: ({ target }) => {
-            const name = target.value;
-            target.value = "";
-            choose(name);
-          },
-        }),
-        h(
-          "datalist",
-          { id: "metric-names" },
-          names.map((name) => h("option", { value: name })),
-        ),
-        chosen.map((name) =>
-          h(
-            "button",
-            { key: name, type: "button", class: "name", "aria-label": `Remove ${name}`, onclick: () => choose(name) },
-            name,
-            " ×",
-          ),
-        ),
-      ),
-    );
-    for (const name of chosen)
-      drawChart(
-        name,
-        labels,
-        answers.map(({ series }) => series.find((one) => one.name === name)),
-      );
-    update(
-      bottom,
-      h("h2", null, "Configuration"),
-      configuration(labels, differences),
+      root,
+      html`<div class="head"><h1>Compare</h1></div>
+      <${Table} columns=${COLUMNS} rows=${sorted(runs, COLUMNS, sort)} id="compared" keyOf=${({ id }) => id} sort=${sort} onSort=${sortBy} />
+      <div class="tools after" key="tools">
+        <input type="search" list="metric-names" placeholder="Add a metric" aria-label="Add a metric" data-search data-testid="add-metric" onchange=${add} />
+        <datalist id="metric-names">${names.map((name) => html`<option value=${name} />`)}</datalist>
+        ${chosen.map((name) => html`<button key=${name} type="button" class="name" aria-label=${`Remove ${name}`} onclick=${() => chart(name)}>${name} ×</button>`)}</div>
+      ${chartTools(choices, choose)}
+      <div class="charts after" key="curves" data-testid="curves">${charts.map((one) => html`<${Chart} key=${one.id} ...${one} choices=${choices} choose=${choose} />`)}</div>
+      <h2>Configuration</h2>${configuration(labels, differences)}`,
     );
   }
 
-  function drawChart(name, labels, found) {
-    const one = found.find(Boolean);
-    if (!one) return;
-    if (!charts.has(name)) {
-      charts.set(name, new Chart({ id: name, title: name, help: one.help, unit: one.unit, noun: "no unit", signal }));
-      box.append(charts.get(name).element);
-    }
-    const kind = name.startsWith("eval/") ? "points" : "line";
-    charts
-      .get(name)
-      .show(
-        found.flatMap((series, index) =>
-          series
-            ? [{ label: labels[index], xs: series.steps, ys: series.values, kind, ...LOOKS[index % LOOKS.length] }]
-            : [],
-        ),
-      );
+  function noted() {
+    note(link("compare", null, { run: ids, metric: chosen, sort, ...paramsOf(choices) }));
+  }
+  function choose(changes) {
+    choices = { ...choices, ...changes };
+    noted();
+    draw();
+    if ("x" in changes || "zoom" in changes) return refresh();
+  }
+  function chart(name) {
+    chosen = toggled(chosen, name);
+    noted();
+    return refresh();
+  }
+  function sortBy(by) {
+    sort = by;
+    noted();
+    draw();
   }
 
   await refresh();
   return refresh;
+}
+
+/** One metric of all runs, as props of a chart; null if none has it. */
+function chartOf(name, labels, answers) {
+  const found = answers.map(({ series }) => series.find((one) => one.name === name));
+  const one = found.find(Boolean);
+  if (!one) return null;
+  const kind = name.startsWith("eval/") ? "points" : "line";
+  const lines = found.flatMap((series, index) =>
+    series ? [{ label: labels[index], xs: series.xs ?? series.steps, steps: series.steps, ys: series.values, kind, ...lookOf(index) }] : [],
+  );
+  return { id: name, title: name, help: one.help, unit: one.unit, noun: "no unit", lines };
+}
+
+/** How a run looks on every chart: no two of 44 are alike. */
+export function lookOf(index) {
+  const dashes = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
+  return { colour: `--c${(index % 11) + 1}`, dash: dashes[(index + Math.floor(index / 11)) % 4] };
 }
 
 /** What runs are called here: by name, unless two share one. */
@@ -138,58 +112,24 @@ export function labelsOf(runs) {
 /** Where the runs differ; keys that some of them lack, as those of other algorithms, are folded away. */
 function configuration(labels, differences) {
   if (!differences.length) return empty("Their configurations are the same.");
-  const options = (id) => ({ id, key: ({ key }) => key });
+  const differing = (rows, id) => html`<${Table} columns=${differenceColumns(labels)} rows=${rows} id=${id} keyOf=${({ key }) => key} />`;
   const shared = differences.filter(({ values }) => !values.includes(null));
   const lacking = differences.filter(({ values }) => values.includes(null));
-  return [
-    shared.length
-      ? table(differing(labels), shared, options("differences"))
-      : h("p", { class: "muted" }, "In the keys that all of them have they are the same."),
-    lacking.length > 0 &&
-      h(
-        "details",
-        { key: "lacking", class: "data", "data-testid": "lacking" },
-        h("summary", null, `${count(lacking.length, "key")} that not all of them have`),
-        table(differing(labels), lacking, options("lacking-keys")),
-      ),
-  ];
+  return html`${shared.length ? differing(shared, "differences") : html`<p class="muted">In the keys that all of them have they are the same.</p>`}
+    ${lacking.length > 0 && fold(`${count(lacking.length, "key")} that not all of them have`, differing(lacking, "lacking-keys"), { id: "lacking" })}`;
 }
 
-/** Of the runs, the same on every chart. */
-const LOOKS = [
-  { colour: "--c1", dash: [] },
-  { colour: "--c2", dash: [7, 3] },
-  { colour: "--c3", dash: [2, 2] },
-  { colour: "--c4", dash: [9, 3, 2, 3] },
-  { colour: "--c5", dash: [] },
-  { colour: "--c6", dash: [7, 3] },
-  { colour: "--c8", dash: [2, 2] },
-  { colour: "--c7", dash: [9, 3, 2, 3] },
+const COLUMNS = [
+  { label: "Run", isHead: true, value: ({ name, id }) => name || id, cell: (run) => html`<a href=${link("overview", run.id)} data-row>${run.name || run.id}</a>` },
+  { label: "Status", value: (run) => run.status, cell: (run) => status(run.status) },
+  { label: "Model", value: (run) => run.model, cell: (run) => run.model || null },
+  { label: "Algorithm", value: (run) => run.algorithm, cell: (run) => run.algorithm || null },
+  { label: "Step", isNumber: true, value: (run) => run.step, cell: (run) => number(run.step) },
+  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", value: (run) => run.reward, cell: (run) => number(run.reward) },
+  { label: "Step time", isNumber: true, value: (run) => run.step_s, cell: (run) => duration(run.step_s) },
 ];
 
-function columns() {
-  return [
-    {
-      label: "Run",
-      isHead: true,
-      cell: (run) => h("a", { href: link("overview", run.id), "data-row": true }, run.name || run.id),
-    },
-    { label: "Status", cell: (run) => status(run.status) },
-    { label: "Model", cell: (run) => run.model || null },
-    { label: "Algorithm", cell: (run) => run.algorithm || null },
-    { label: "Step", isNumber: true, cell: (run) => number(run.step) },
-    { label: "Reward", isNumber: true, cell: (run) => number(run.reward) },
-    { label: "Step time", isNumber: true, cell: (run) => duration(run.step_s) },
-  ];
-}
-
-function differing(labels) {
-  return [
-    { label: "Key", isHead: true, cell: ({ key }) => h("code", null, key) },
-    ...labels.map((label, index) => ({
-      label,
-      cell: ({ values }) =>
-        values[index] === null ? h("span", { class: "muted" }, "not there") : h("code", null, values[index]),
-    })),
-  ];
+function differenceColumns(labels) {
+  const shown = (value) => (value === null ? html`<span class="muted">not there</span>` : html`<code class=${value.length <= SHORT ? "whole" : null}>${value}</code>`);
+  return [{ label: "Key", isHead: true, cell: ({ key }) => html`<code>${key}</code>` }, ...labels.map((label, index) => ({ label, cell: ({ values }) => shown(values[index]) }))];
 }

@@ -1,8 +1,8 @@
 /** What the run was started with, and how it started. */
 
-import { h, update } from "../dom.js";
+import { CopyButton, empty, filterField } from "../components.js";
 import { duration } from "../format.js";
-import { copyButton, empty } from "../parts.js";
+import { html, update } from "../html.js";
 
 export const title = "Configuration";
 
@@ -13,40 +13,21 @@ export async function render(root, place, { run }) {
   function draw() {
     const lines = shown.config.split("\n");
     const found = sought ? lines.filter((line) => line.toLowerCase().includes(sought.toLowerCase())) : lines;
+    const phases = Object.entries(shown.phases).map(([name, seconds]) => [name.replaceAll("_", " "), duration(seconds)]);
     update(
       root,
-      h(
-        "div",
-        { class: "head", key: "head" },
-        h("h1", { class: "visually-hidden" }, "Configuration"),
-        h("input", {
-          type: "search",
-          placeholder: "Show lines with",
-          "aria-label": "Search the configuration",
-          "data-search": true,
-          "data-testid": "filter",
-          oninput: ({ target }) => {
-            sought = target.value;
-            draw();
-          },
-        }),
-        copyButton("Copy", () => shown.config, "copy-config"),
-      ),
-      shown.config
-        ? h("pre", { key: "config", "data-testid": "config", tabindex: "0" }, found.join("\n") || "No line matches.")
-        : empty(
-            "The run folder has no config.resolved.yaml.",
-            "It is written when a run starts; this folder may hold a part of a run only.",
-          ),
-      facts("Folder", { "": shown.folder }),
-      facts("Engines", shown.engines),
-      facts(
-        "Start-up",
-        Object.fromEntries(
-          Object.entries(shown.phases).map(([name, seconds]) => [name.replaceAll("_", " "), duration(seconds)]),
-        ),
-      ),
+      html`<div class="head" key="head"><h1 class="visually-hidden">Configuration</h1>
+        ${filterField({ label: "Show lines with", title: "Search the configuration", value: sought, seek })}
+        <${CopyButton} label="Copy" text=${() => shown.config} id="copy-config" /></div>
+      ${shown.config
+        ? html`<pre key="config" data-testid="config" tabindex="0">${found.join("\n") || "No line matches."}</pre>`
+        : empty("The run folder has no config.resolved.yaml.", "It is written when a run starts; this folder may hold a part of a run only.")}
+      ${facts("Folder", [["", shown.folder]])}${facts("Engines", Object.entries(shown.engines))}${facts("Start-up", phases)}`,
     );
+  }
+  function seek(text) {
+    sought = text;
+    draw();
   }
   draw();
   return async (now) => {
@@ -56,17 +37,7 @@ export async function render(root, place, { run }) {
 }
 
 function facts(heading, values) {
-  if (!Object.keys(values).length) return null;
-  return h(
-    "section",
-    { key: heading },
-    h("h2", null, heading),
-    h(
-      "dl",
-      { class: "facts" },
-      Object.entries(values).map(([name, value]) =>
-        h("div", { key: name }, name && h("dt", null, name), h("dd", null, value)),
-      ),
-    ),
-  );
+  if (!values.length) return null;
+  return html`<section key=${heading}><h2>${heading}</h2>
+    <dl class="facts">${values.map(([name, value]) => html`<div key=${name}>${name && html`<dt>${name}</dt>`}<dd>${value}</dd></div>`)}</dl></section>`;
 }

@@ -1,9 +1,9 @@
 /** What is pending, where, and for how long: a task that never finishes stands on top. */
 
 import { get } from "../api.js";
-import { h, update } from "../dom.js";
+import { Table, badge, figure, untold } from "../components.js";
 import { NONE, count, duration, number, percent } from "../format.js";
-import { badge, figure, table, untold } from "../parts.js";
+import { html, update } from "../html.js";
 import { link } from "../router.js";
 
 export const title = "Ledger";
@@ -17,14 +17,16 @@ const MEANINGS = {
 
 export async function render(root, place, { signal, run }) {
   async function load(now) {
-    const head = h("div", { key: "head", class: "head" }, h("h1", { "data-testid": "title" }, "Ledger"));
+    const head = html`<div key="head" class="head"><h1 data-testid="title">Ledger</h1></div>`;
     const why = untold(now);
     if (why) return update(root, head, why);
     const answer = await get("ledger", { run: place.run }, signal);
-    update(root, head,
-      sums(answer), verdict(answer),
-      h("section", { key: "pending" }, h("h2", null, "Pending groups"), pendingTable(place.run, answer)),
-      h("section", { key: "dropped" }, h("h2", null, "Dropped groups"), droppedTable(answer)));
+    update(
+      root,
+      html`${head}${sums(answer)}${verdict(answer)}
+      <section key="pending"><h2>Pending groups</h2>${pendingTable(place.run, answer)}</section>
+      <section key="dropped"><h2>Dropped groups</h2>${droppedTable(answer)}</section>`,
+    );
   }
   await load(run);
   return load;
@@ -32,13 +34,12 @@ export async function render(root, place, { signal, run }) {
 
 function sums(answer) {
   const numDropped = Object.values(answer.dropped).reduce((sum, num) => sum + num, 0);
-  return h("dl", { key: "sums", class: "figures" },
-    figure("Issued", number(answer.num_issued), { id: "num-issued", title: "Groups whose rollout was asked for" }),
-    figure("Trained", number(answer.num_trained), { id: "num-trained" }),
-    figure("Dropped", number(numDropped), { id: "num-dropped" }),
-    figure("Pending", number(answer.pending.length), { id: "num-pending" }),
-    figure("Issued again", number(answer.num_reissued), { title: "Attempts beyond the first of a group: what they had was lost" }),
-    figure("From issue to judgement", duration(answer.typical_s), { note: "median", title: "Of groups that came through" }));
+  return html`<dl key="sums" class="figures">
+    ${figure("Issued", number(answer.num_issued), { id: "num-issued", title: "Groups whose rollout was asked for" })}
+    ${figure("Trained", number(answer.num_trained), { id: "num-trained" })}${figure("Dropped", number(numDropped), { id: "num-dropped" })}
+    ${figure("Pending", number(answer.pending.length), { id: "num-pending" })}
+    ${figure("Issued again", number(answer.num_reissued), { title: "Attempts beyond the first of a group: what they had was lost" })}
+    ${figure("From issue to judgement", duration(answer.typical_s), { note: "median", title: "Of groups that came through" })}</dl>`;
 }
 
 /** The one thing to know, in words. */
@@ -48,9 +49,9 @@ function verdict(answer) {
   const typical = answer.typical_s === null ? "" : `; others take ${duration(answer.typical_s)}`;
   const oldest = byUrgency(overdue)[0];
   const where = oldest.where ? ` at ${oldest.where}` : "";
-  return h("p", { key: "verdict", class: "banner warn", role: "status", "data-testid": "overdue" },
-    h("strong", null, `${count(overdue.length, "group")} ${overdue.length === 1 ? "takes" : "take"} far longer than others. `),
-    `Task ${oldest.task_id} ${oldest.state}${where}, for ${duration(oldest.age_s)} since it was issued${typical}.`);
+  return html`<p key="verdict" class="banner warn" role="status" data-testid="overdue">
+    <strong>${`${count(overdue.length, "group")} ${overdue.length === 1 ? "takes" : "take"} far longer than others. `}</strong>
+    ${`Task ${oldest.task_id} ${oldest.state}${where}, for ${duration(oldest.age_s)} since it was issued${typical}.`}</p>`;
 }
 
 /** Overdue ones first, then the oldest. */
@@ -61,11 +62,11 @@ function byUrgency(rows) {
 function pendingTable(run, answer) {
   if (!answer.pending.length) {
     const why = answer.num_issued ? "all that were issued are trained or dropped" : "groups appear here once the first is issued";
-    return h("p", { class: "muted", "data-testid": "none-pending" }, `No group is pending: ${why}.`);
+    return html`<p class="muted" data-testid="none-pending">No group is pending: ${why}.</p>`;
   }
   const hasReasons = answer.pending.some((row) => row.last_reason);
   const columns = [
-    { label: "Task", isHead: true, cell: (row) => h("a", { href: link("task", run, { task: row.task_id }), "data-row": true, "data-testid": "task-link" }, row.task_id) },
+    { label: "Task", isHead: true, cell: ({ task_id }) => html`<a href=${link("task", run, { task: task_id })} data-row data-testid="task-link">${task_id}</a>` },
     { label: "", cell: (row) => (row.is_overdue ? badge("overdue", "bad", "Far longer than others take") : "") },
     { label: "State", cell: (row) => row.state },
     { label: "Where", cell: (row) => row.where || NONE },
@@ -75,17 +76,18 @@ function pendingTable(run, answer) {
     hasReasons && { label: "Issued again because", cell: (row) => row.last_reason },
     { label: "Group", isNumber: true, title: "Id of the group", cell: (row) => row.group_id },
   ].filter(Boolean);
-  return table(columns, byUrgency(answer.pending), { id: "pending", key: (row) => row.group_id, rowClass: (row) => (row.is_overdue ? "overdue" : null) });
+  const rowClass = (row) => (row.is_overdue ? "overdue" : null);
+  return html`<${Table} columns=${columns} rows=${byUrgency(answer.pending)} id="pending" keyOf=${(row) => row.group_id} rowClass=${rowClass} />`;
 }
 
 function droppedTable(answer) {
   const rows = Object.entries(answer.dropped).sort(([, a], [, b]) => b - a);
-  if (!rows.length) return h("p", { class: "muted", "data-testid": "none-dropped" }, "No group was dropped.");
+  if (!rows.length) return html`<p class="muted" data-testid="none-dropped">No group was dropped.</p>`;
   const columns = [
     { label: "Reason", isHead: true, cell: ([reason]) => reason },
     { label: "Groups", isNumber: true, cell: ([, num]) => number(num) },
     { label: "Share of issued", isNumber: true, cell: ([, num]) => percent(num / Math.max(answer.num_issued, 1)) },
     { label: "It means", cell: ([reason]) => MEANINGS[reason] ?? "" },
   ];
-  return table(columns, rows, { id: "dropped", key: ([reason]) => reason });
+  return html`<${Table} columns=${columns} rows=${rows} id="dropped" keyOf=${([reason]) => reason} />`;
 }

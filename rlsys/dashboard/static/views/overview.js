@@ -1,173 +1,189 @@
-/** The run at a glance: who waits for whom, open alerts, and every family of metrics over steps. */
+/** The run at a glance: is it learning, then open alerts, who waits for whom, and every family of metrics. */
 
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
-import { h, update } from "../dom.js";
+import { chartTools, choicesOf, paramsOf, windowOf } from "../choices.js";
+import { Table, empty, figure, nameOf, status } from "../components.js";
 import { FAMILIES, NAMES, linesOf } from "../families.js";
 import { ago, duration, number, percent } from "../format.js";
-import { empty, figure, nameOf, status, table } from "../parts.js";
-import { link, note } from "../router.js";
+import { html, update } from "../html.js";
 import { metricList } from "../metriclist.js";
+import { go, link, note } from "../router.js";
 
 export const title = "Overview";
 
 const POINTS = 600;
+const HERO_PX = 220;
 
 export async function render(root, { run: id, query }, { signal, run }) {
-  const summary = h("div", { class: "summary" });
-  const families = h("div");
-  const more = h("section", { "data-testid": "all-metrics" });
-  const charts = new Map(); // id -> Chart
   const chosen = new Set(query.getAll("metric"));
-  let sought = "";
   const newest = numbered();
-  let isWhole = false;
-  root.append(h("h1", { class: "visually-hidden" }, "Overview"), summary, families, more);
+  let choices = choicesOf(query);
+  let [sought, isWhole, told] = ["", false, null];
 
-  async function refresh(now) {
+  async function refresh() {
     const isNewest = newest();
     const ask = (name, params) => get(name, { run: id, ...params }, signal);
-    const [{ series }, { alerts }, { bottleneck }, { metrics }] = await Promise.all([
-      ask("series", { name: [...NAMES, ...chosen], points: POINTS }),
+    const [{ series, x }, { alerts }, { bottleneck }, { metrics }] = await Promise.all([
+      ask("series", { name: [...NAMES, ...chosen], points: POINTS, ...windowOf(choices) }),
       ask("alerts"),
       ask("cluster", { width: 1 }),
       ask("metrics"),
     ]);
     if (!isNewest()) return;
-    const open = alerts.filter((alert) => alert.until_step === null);
+    told = { x, alerts, bottleneck, metrics, series, ...chartsOf(series, alerts, chosen) };
+    draw();
+  }
+
+  function draw() {
+    const { alerts, bottleneck, metrics, families, more, span } = told;
+    const isThere = families.length > 0 || run.policies.length > 0;
+    const open = alerts.filter(({ until_step }) => until_step === null);
+    const [learning, ...rest] = families[0]?.family === FAMILIES[0] ? families : [{ charts: [] }, ...families];
+    const one = (chart) => html`<${Chart} key=${chart.id} ...${chart} span=${span} choices=${choices} choose=${choose} pick=${pick} />`;
     update(
-      summary,
-      figures(now.summary, series),
-      policyOf(now.summary),
-      now.policies.length > 0 && policyTable(now.policies),
-      series.length || now.policies.length ? null : nothing(now),
-      h("div", { class: "sides", key: "sides" }, waiting(bottleneck, id), openAlerts(open, id)),
+      root,
+      html`<h1 class="visually-hidden">Overview</h1>
+      ${policyOf(run.summary)}
+      ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
+        <dl class="hero" data-testid="figures">${heroes(run.summary, told)}</dl>
+        <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
+      ${openAlerts(open, id)}
+      ${run.policies.length > 0 && policyTable(run.policies)}
+      ${!isThere && nothing(run)}
+      ${waiting(bottleneck, id)}
+      ${facts(run.summary, told)}
+      ${isThere && chartTools(choices, choose)}
+      ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
+      ${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}>
+        <h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}
+      ${metrics.length > 0 && html`<section key="all" data-testid="all-metrics"><h2 id="all-metrics">All metrics</h2>
+        <div class="charts">${more.map(one)}</div>
+        ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`}`,
     );
-    for (const family of FAMILIES) drawFamily(family, series, alerts);
-    drawMore(metrics, series, alerts);
   }
 
-  function drawFamily(family, series, alerts) {
-    const here = family.charts.map((chart) => [chart, linesOf(chart, series)]).filter(([, lines]) => lines.length);
-    if (!here.length) return;
-    const slug = family.heading.toLowerCase().replaceAll(" ", "-");
-    let box = families.querySelector(`[data-family="${slug}"] .charts`);
-    if (!box) {
-      box = h("div", { class: "charts" });
-      families.append(
-        h("section", { "data-family": slug, "data-testid": `family-${slug}` }, h("h2", null, family.heading), box),
-      );
-    }
-    for (const [chart, lines] of here) drawChart(box, chart, lines, alerts, series);
+  function noted() {
+    note(link("overview", id, { metric: [...chosen], ...paramsOf(choices) }));
+  }
+  function choose(changes) {
+    choices = { ...choices, ...changes };
+    noted();
+    draw();
+    if ("x" in changes || "zoom" in changes) return refresh();
+  }
+  function chart(names) {
+    for (const name of names) if (!chosen.delete(name)) chosen.add(name);
+    noted();
+    return refresh();
+  }
+  function pick(step) {
+    go(link("groups", id, { step }));
+  }
+  function seek(text) {
+    sought = text;
+    draw();
+  }
+  function unfold() {
+    isWhole = true;
+    draw();
   }
 
-  function drawChart(box, chart, lines, alerts, series) {
-    if (!charts.has(chart.id)) {
-      const help = [...new Set(lines.map((line) => line.help).filter(Boolean))].join("; ");
-      charts.set(chart.id, new Chart({ ...chart, help, unit: lines[0].unit, signal }));
-      box.append(charts.get(chart.id).element);
-    }
-    charts.get(chart.id).show(lines, marksOf(lines, alerts), spanOf(series));
-  }
-
-  function drawMore(metrics, series, alerts) {
-    if (!metrics.length) return;
-    const box = more.querySelector(".charts") ?? h("div", { class: "charts" });
-    const choose = async (name) => {
-      if (!chosen.delete(name)) chosen.add(name);
-      note(link("overview", id, { metric: [...chosen] }));
-      charts.get(`metric-${name}`)?.close();
-      charts.delete(`metric-${name}`);
-      await refresh(run);
-    };
-    if (!more.firstChild) more.append(h("h2", { id: "all-metrics" }, "All metrics"), box, h("div"));
-    for (const name of chosen) {
-      const found = series.find((one) => one.name === name);
-      if (found)
-        drawChart(box, { id: `metric-${name}`, title: name, noun: "no unit" }, [lineOf(found)], alerts, series);
-    }
-    const seek = (text) => {
-      sought = text;
-      list();
-    };
-    const unfold = () => {
-      isWhole = true;
-      list();
-    };
-    const list = () => update(more.lastChild, metricList(metrics, { chosen, sought, isWhole, choose, seek, unfold }));
-    list();
-  }
-
-  await refresh(run);
-  charts.get(`metric-${query.get("metric")}`)?.element.setAttribute("data-arrive", "");
+  await refresh();
+  root.querySelector(`#${CSS.escape(`chart-metric-${query.get("metric")}`)}`)?.setAttribute("data-arrive", "");
   return (now) => {
     run = now;
-    return refresh(now);
+    return refresh();
   };
 }
 
-function lineOf({ name, unit, help, steps, values }) {
-  return { name, label: name.split("/").at(-1), unit, help, xs: steps, ys: values };
+/** All charts of an answer, as props: once for each answer, because a chart looks anew at lines that are others. */
+function chartsOf(series, alerts, chosen) {
+  const chartOf = (chart, lines) => {
+    const help = [...new Set(lines.map((line) => line.help).filter(Boolean))].join("; ");
+    return { ...chart, help, unit: lines[0].unit, lines, marks: marksOf(lines, alerts) };
+  };
+  const families = FAMILIES.map((family) => ({
+    family,
+    slug: family.heading.toLowerCase().replaceAll(" ", "-"),
+    charts: family.charts
+      .map((chart) => [chart, linesOf(chart, series)])
+      .filter(([, lines]) => lines.length)
+      .map(([chart, lines]) => chartOf(chart, lines)),
+  })).filter(({ charts }) => charts.length);
+  const found = [...chosen].map((name) => series.find((one) => one.name === name)).filter(Boolean);
+  const more = found.map((one) => chartOf({ id: `metric-${one.name}`, title: one.name, noun: "no unit" }, [lineOf(one)]));
+  return { families, more, span: spanOf(series) };
 }
 
-/** The first and last step of any of them. */
+function lineOf({ name, unit, help, steps, xs, values }) {
+  return { name, label: name.split("/").at(-1), unit, help, steps, xs: xs ?? steps, ys: values };
+}
+
+/** The first and last x of any of them. */
 function spanOf(series) {
-  const first = Math.min(...series.map(({ steps }) => steps[0]));
-  const last = Math.max(...series.map(({ steps }) => steps.at(-1)));
+  const told = series.map(({ xs, steps }) => xs ?? steps).filter(({ length }) => length);
+  const first = Math.min(...told.map((xs) => xs[0]));
+  const last = Math.max(...told.map((xs) => xs.at(-1)));
   return first < last ? [first, last] : [];
 }
 
 /** Where a line's alerts began. */
 function marksOf(lines, alerts) {
-  return alerts
-    .filter(({ metric }) => lines.some(({ name }) => name === metric))
-    .map(({ alert, step }) => ({ x: step, text: alert.replaceAll("_", " ") }));
+  return alerts.flatMap(({ alert, step, metric }) => {
+    const line = lines.find(({ name }) => name === metric);
+    const index = line ? line.steps.findLastIndex((one) => one <= step) : -1;
+    return index < 0 ? [] : [{ x: line.steps === line.xs ? step : line.xs[index], text: alert.replaceAll("_", " ") }];
+  });
 }
 
-function figures(summary, series) {
-  const last = (name) => series.find((one) => one.name === name)?.values.findLast((value) => value !== null) ?? null;
-  const evaluation = series.find(({ name }) => /^eval\/.+\/mean$/.test(name));
-  return h(
-    "dl",
-    { class: "figures", key: "figures", "data-testid": "figures" },
-    summary.model && figure("Model", summary.model),
-    summary.algorithm && figure("Algorithm", summary.algorithm),
-    summary.reward !== null &&
-      figure("Reward", number(summary.reward), { id: "figure-reward", title: "Mean of the last step" }),
-    evaluation &&
-      figure("Evaluation", number(evaluation.values.at(-1)), {
-        id: "figure-evaluation",
-        note: `${evaluation.name.split("/")[1]}, step ${evaluation.steps.at(-1)}`,
-      }),
-    summary.step_s !== null && figure("Step time", duration(summary.step_s), { title: "Median of the last 20 steps" }),
-    last("perf/tokens_per_s") !== null && figure("Speed", number(last("perf/tokens_per_s")), { note: "tokens/s" }),
-    summary.eta_s !== null && figure("Left", duration(summary.eta_s)),
-    figure("Last written", ago(summary.updated_s)),
-  );
+/** Reward and evaluations, in the largest type. */
+function heroes(summary, { series }) {
+  const find = (name) => series.find((one) => one.name === name);
+  const last = (name) => find(name)?.values.findLast((value) => value !== null) ?? null;
+  const first = find("reward/mean")?.values.find((value) => value !== null);
+  const failed = (share) => (share ? html`<span class="bad-text">${percent(share)} failed</span>` : "");
+  const reward = summary.reward !== null && html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
+    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${failed(last("reward/failed_frac"))}</small></dd></div>`;
+  const evaluations = series.filter(({ name }) => /^eval\/.+\/mean$/.test(name));
+  return [
+    reward,
+    ...evaluations.map(({ name, values, steps }, index) => {
+      const data = name.slice("eval/".length, -"/mean".length);
+      const known = values.filter((value) => value !== null);
+      const best = Math.max(...known);
+      const at = steps[values.indexOf(best)];
+      return html`<div class="figure" key=${name} data-testid=${index ? null : "figure-evaluation"} title=${`Evaluation of ${data}`}>
+        <dt>${data}, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
+    }),
+  ];
+}
+
+/** What else is worth knowing, small. */
+function facts(summary, { series }) {
+  const speed = series.find(({ name }) => name === "perf/tokens_per_s")?.values.findLast((value) => value !== null) ?? null;
+  return html`<dl class="figures small-figures" key="facts">
+    ${summary.step_s !== null && figure("Step time", duration(summary.step_s), { title: "Median of the last 20 steps" })}
+    ${speed !== null && figure("Speed", number(speed), { note: "tokens/s" })}
+    ${summary.eta_s !== null && figure("Left", duration(summary.eta_s))}
+    ${figure("Last written", ago(summary.updated_s))}
+    ${summary.algorithm && figure("Algorithm", summary.algorithm)}
+    ${summary.model && figure("Model", summary.model)}</dl>`;
 }
 
 /** The runs of the policies of a run of several. */
 function policyTable(policies) {
-  return h(
-    "section",
-    { key: "policies" },
-    h("h2", null, "Policies"),
-    h("p", { class: "muted small" }, "Each is a run of its own, with its steps, groups and alerts."),
-    table(POLICIES, policies, { id: "policies", key: ({ id }) => id }),
-  );
+  return html`<section key="policies"><h2>Policies</h2>
+    <p class="muted small">Each is a run of its own, with its steps, groups and alerts.</p>
+    <${Table} columns=${POLICIES} rows=${policies} id="policies" keyOf=${({ id }) => id} /></section>`;
 }
 
 const POLICIES = [
-  {
-    label: "Policy",
-    isHead: true,
-    cell: ({ id }) =>
-      h("a", { href: link("overview", id), "data-row": true, "data-testid": `policy-${nameOf(id)}` }, nameOf(id)),
-  },
+  { label: "Policy", isHead: true, cell: ({ id }) => html`<a href=${link("overview", id)} data-row data-testid=${`policy-${nameOf(id)}`}>${nameOf(id)}</a>` },
   { label: "Status", cell: (policy) => status(policy.status) },
   { label: "Algorithm", cell: ({ algorithm }) => algorithm || null },
   { label: "Step", isNumber: true, cell: ({ step }) => number(step) },
-  { label: "Reward", isNumber: true, title: "Mean of the last step", cell: ({ reward }) => number(reward) },
+  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", cell: ({ reward }) => number(reward) },
   { label: "Open alerts", isNumber: true, cell: ({ num_alerts }) => number(num_alerts) },
 ];
 
@@ -175,85 +191,27 @@ const POLICIES = [
 function policyOf({ id }) {
   const [, whole, name] = id.match(/^(?:(.*)\/)?policies\/([^/]+)$/) ?? [];
   if (!name) return null;
-  return h(
-    "p",
-    { key: "whole", class: "muted small" },
-    `Policy ${name} of `,
-    h("a", { href: link("overview", whole ?? "."), "data-testid": "to-whole" }, whole ?? "the run of several policies"),
-    ".",
-  );
+  const way = html`<a href=${link("overview", whole ?? ".")} data-testid="to-whole">${whole ?? "the run of several policies"}</a>`;
+  return html`<p key="whole" class="muted small">Policy ${name} of ${way}.</p>`;
 }
 
 function nothing(run) {
-  const done = Object.keys(run.phases).length;
-  return h(
-    "div",
-    { key: "nothing" },
-    empty(
-      "No step is done yet.",
-      done
-        ? `Start-up has come to ${Object.keys(run.phases).at(-1).replaceAll("_", " ")}; the log shows more.`
-        : "The log shows what the run has done so far.",
-    ),
-  );
+  const phase = Object.keys(run.phases).at(-1);
+  const come = phase ? `Start-up has come to ${phase.replaceAll("_", " ")}; the log shows more.` : "The log shows what the run has done so far.";
+  return html`<div key="nothing">${empty("No step is done yet.", come)}</div>`;
 }
 
 /** Who waits for whom. */
 function waiting(bottleneck, id) {
   if (!bottleneck) return null;
-  return h(
-    "section",
-    { class: "waiting", key: "waiting", "data-testid": "bottleneck", "data-who": bottleneck.who },
-    h("h2", null, "Who waits for whom"),
-    h(
-      "p",
-      { "data-testid": "bottleneck-sentence" },
-      bottleneck.sentence,
-      " ",
-      h("a", { href: link("cluster", id) }, "See the cluster"),
-    ),
-    h(
-      "dl",
-      { class: "shares" },
-      Object.entries(bottleneck.shares).map(([who, share]) =>
-        h(
-          "div",
-          { key: who },
-          h("dt", null, who),
-          h(
-            "dd",
-            null,
-            h(
-              "span",
-              { class: "meter", "aria-hidden": "true" },
-              h("span", { style: { width: `${Math.min(share ?? 0, 1) * 100}%` } }),
-            ),
-            percent(share),
-          ),
-        ),
-      ),
-    ),
-  );
+  const meter = (share) => html`<span class="meter" aria-hidden="true"><span style=${{ width: `${Math.min(share ?? 0, 1) * 100}%` }}></span></span>`;
+  return html`<section class="waiting" key="waiting" data-testid="bottleneck" data-who=${bottleneck.who}><h2>Who waits for whom</h2>
+    <p data-testid="bottleneck-sentence">${bottleneck.sentence} <a href=${link("cluster", id)}>See the cluster</a></p>
+    <dl class="shares">${Object.entries(bottleneck.shares).map(([who, share]) => html`<div key=${who}><dt>${who}</dt><dd>${meter(share)}${percent(share)}</dd></div>`)}</dl></section>`;
 }
 
 function openAlerts(open, id) {
   if (!open.length) return null;
-  return h(
-    "section",
-    { class: "open-alerts", key: "alerts", "data-testid": "open-alerts" },
-    h("h2", null, "Open alerts"),
-    h(
-      "ul",
-      null,
-      open.map((alert) =>
-        h(
-          "li",
-          { key: `${alert.alert} ${alert.step}` },
-          h("a", { href: link("alerts", id) }, alert.alert.replaceAll("_", " ")),
-          ` since step ${alert.step}. `,
-          alert.sentence,
-        ),
-      ),
-    ),
-  );
+  return html`<section class="open-alerts" key="alerts" data-testid="open-alerts"><h2>Open alerts</h2>
+    <ul>${open.map((alert) => html`<li key=${`${alert.alert} ${alert.step}`}><a href=${link("alerts", id)}>${alert.alert.replaceAll("_", " ")}</a>${` since step ${alert.step}. ${alert.sentence}`}</li>`)}</ul></section>`;
 }

@@ -2,36 +2,35 @@
 
 import { get } from "../api.js";
 import { Chart } from "../charts.js";
-import { h, update } from "../dom.js";
+import { Table, badge, empty, rollout } from "../components.js";
 import { count, number } from "../format.js";
-import { rangeMark, scaleOf } from "../marks.js";
-import { rollout } from "../paging.js";
-import { badge, empty, table } from "../parts.js";
-import { link } from "../router.js";
+import { html, update } from "../html.js";
+import { scaleOf } from "../marks.js";
+import { go, link } from "../router.js";
+import { spread } from "./groups.js";
 
 export const title = "Task";
 
+const REWARD = "Mean, lowest and highest reward of the groups of it that a step trained";
+
 export async function render(root, place, { signal }) {
   const task = place.query.get("task") ?? "";
-  const reward = new Chart({
-    id: "task-reward", title: "Reward", noun: "reward", help: "Mean, lowest and highest reward of the groups of it that a step trained", signal,
-  });
-  const length = new Chart({ id: "task-length", title: "Length", unit: "tokens", help: "Tokens sampled in an episode, mean", signal });
-  const charts = h("div", { key: "charts", class: "charts" }, reward.element, length.element);
+  const pick = (step) => go(link("groups", place.run, { step }));
 
   async function load() {
     const answer = await get("task", { run: place.run, task }, signal);
     const trained = byStep(answer.points);
-    update(root, head(place.run, answer), trained.length ? charts : null,
-      answer.points.length ? history(place.run, answer) : empty("This task was not rolled out yet.", "It appears here with its first group."));
     const xs = trained.map((point) => point.step);
-    const line = (label, field, kind) => ({ label, kind, xs, ys: trained.map((point) => point[field]) });
-    reward.show([
-      { ...line("lowest", "reward_min", "band"), colour: "--c1" },
-      { ...line("highest", "reward_max", "band"), colour: "--c1" },
-      { ...line("mean", "reward_mean", "line"), colour: "--c1", dash: [] },
-    ]);
-    length.show([line("mean", "length_mean", "line")]);
+    const line = (label, field, kind) => ({ label, kind, xs, ys: trained.map((point) => point[field]), colour: "--c1", dash: [] });
+    const rewards = [line("lowest", "reward_min", "band"), line("highest", "reward_max", "band"), line("mean", "reward_mean", "line")];
+    update(
+      root,
+      html`${head(place.run, answer)}
+      ${trained.length > 0 && html`<div key="charts" class="charts">
+        <${Chart} id="task-reward" title="Reward" noun="reward" help=${REWARD} lines=${rewards} pick=${pick} />
+        <${Chart} id="task-length" title="Length" unit="tokens" help="Tokens sampled in an episode, mean" lines=${[line("mean", "length_mean", "line")]} pick=${pick} /></div>`}
+      ${answer.points.length ? history(place.run, answer) : empty("This task was not rolled out yet.", "It appears here with its first group.")}`,
+    );
   }
   await load();
   return load;
@@ -66,12 +65,10 @@ function meanOf(groups, field) {
 
 function head(run, answer) {
   const num = { trained: 0, pending: 0, dropped: 0 };
-  answer.points.forEach((point) => (num[point.fate] += 1));
-  return h("div", { key: "head", class: "head" },
-    h("h1", { "data-testid": "title" }, "Task ", answer.task_id),
-    h("span", { class: "muted" }, `rolled out ${count(answer.points.length, "time")}: ${num.trained} trained, ${num.pending} pending, ${num.dropped} dropped`),
-    h("span", { class: "space" }),
-    h("a", { class: "button", href: link("tasks", run), "data-testid": "to-tasks" }, "All tasks"));
+  for (const { fate } of answer.points) num[fate] += 1;
+  return html`<div key="head" class="head"><h1 data-testid="title">Task ${answer.task_id}</h1>
+    <span class="muted">rolled out ${count(answer.points.length, "time")}: ${num.trained} trained, ${num.pending} pending, ${num.dropped} dropped</span>
+    <span class="space"></span><a class="button" href=${link("tasks", run)} data-testid="to-tasks">All tasks</a></div>`;
 }
 
 function history(run, answer) {
@@ -81,23 +78,21 @@ function history(run, answer) {
     { label: "Trained by step", isNumber: true, cell: (point) => number(point.step) },
     { label: "", cell: fate },
     { label: "Mean reward", isNumber: true, cell: (point) => number(point.reward_mean) },
-    { label: "Lowest to highest", cell: (point) => (point.reward_min === null ? null : h("span", { class: "spread" },
-      rangeMark({ low: point.reward_min, mean: point.reward_mean, high: point.reward_max }, scale),
-      h("span", { class: "muted" }, `${number(point.reward_min)} to ${number(point.reward_max)}`))) },
+    { label: "Lowest to highest", cell: (point) => spread(point, scale) },
     { label: "Episodes", isNumber: true, cell: (point) => number(point.num_episodes) },
     { label: "Length (tokens)", isNumber: true, cell: (point) => number(point.length_mean) },
   ];
-  return h("section", { key: "history" }, h("h2", null, "Every time, newest first"),
-    table(columns, [...answer.points].reverse(), { id: "points", key: (point) => point.group_id }));
+  return html`<section key="history"><h2>Every time, newest first</h2>
+    <${Table} columns=${columns} rows=${[...answer.points].reverse()} id="points" keyOf=${(point) => point.group_id} /></section>`;
 }
 
-function group(run, point) {
-  const name = `group ${point.group_id}`;
-  if (!point.has_rollouts) return h("span", { title: "Its texts were not written, or it was not trained" }, name);
-  return h("a", { href: rollout(run, { step: point.step, group_id: point.group_id }), "data-row": true, "data-testid": "group-link" }, name);
+function group(run, { group_id, step, has_rollouts }) {
+  const name = `group ${group_id}`;
+  if (!has_rollouts) return html`<span title="Its texts were not written, or it was not trained">${name}</span>`;
+  return html`<a href=${rollout(run, { step, group_id })} data-row data-testid="group-link">${name}</a>`;
 }
 
 function fate(point) {
   if (point.fate === "trained") return "trained";
-  return point.fate === "pending" ? badge("pending") : [badge("dropped", "warn"), point.reason && ` ${point.reason}`];
+  return point.fate === "pending" ? badge("pending") : html`${badge("dropped", "warn")}${point.reason && ` ${point.reason}`}`;
 }

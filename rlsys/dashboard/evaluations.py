@@ -1,0 +1,35 @@
+"""Lists of evaluations, and of the tasks of one whose samples were written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlsys.dashboard.responses import EvaluationAnswer, EvaluationRow
+from rlsys.dashboard.rollout_files import RolloutFiles
+from rlsys.dashboard.rollout_listing import PAGE, row_of
+from rlsys.monitoring.events import EvalDone
+
+
+def evaluation_row(done: EvalDone, samples: RolloutFiles | None) -> EvaluationRow:
+    """Row of an evaluation; `samples` are those of its data set."""
+    prefix = f"eval/{done.dataset}/"
+    return EvaluationRow(
+        dataset=done.dataset,
+        step=done.step,
+        scores={name.removeprefix(prefix): value for name, value in done.metrics.items()},
+        failures=done.failures,
+        seconds=done.seconds or None,
+        has_samples=samples is not None and done.step in samples.steps(),
+    )
+
+
+def evaluation_answer(samples: RolloutFiles, dataset: str, step: int, page: int) -> EvaluationAnswer:
+    """Describe the tasks of an evaluation. Raises `NoSuch`."""
+    rows = [row_of(record) for record in samples.records(step)]
+    shown = rows[page * PAGE : (page + 1) * PAGE]
+    return EvaluationAnswer(dataset=dataset, step=step, groups=shown, num_groups=len(rows), page=page)
+
+
+def newest_first(done: Iterable[EvalDone]) -> list[EvalDone]:
+    """Sort evaluations by step, the last one first, then by data set."""
+    return sorted(done, key=lambda one: (-one.step, one.dataset))

@@ -1,0 +1,73 @@
+"""Indexes of the runs of a folder, brought up to date in the background while somebody looks at them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+from rlsys.dashboard.folders import RunFolder
+from rlsys.dashboard.run_index import IndexProblem, RunIndex
+
+_KEPT_S = 600.0
+"""Seconds after the last question in which an index is updated."""
+_POLL_S = 2.0
+_PART_S = 0.5
+"""Seconds of updating one index before the next."""
+_AT_ONCE_S = 0.1
+"""Most seconds of updating before an answer."""
+
+
+class IndexFollowers:
+    """Indexes by run. Thread-safe.
+
+    Without `start`, an index is updated only before an answer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._indexes: dict[str, RunIndex] = {}
+        self._until_s: dict[str, float] = {}
+        """End of the time in which an index is updated, by run."""
+        self._is_asked = threading.Event()
+
+    def want(self, folder: RunFolder, seconds: float = _KEPT_S) -> RunIndex:
+        """Return the index of a run, which is updated in the background for so many seconds from now on."""
+        with self._lock:
+            self._until_s[folder.id] = time.monotonic() + seconds
+            index = self._indexes.setdefault(folder.id, RunIndex(folder))
+        self._is_asked.set()
+        return index
+
+    def current(self, folder: RunFolder) -> RunIndex:
+        """Return the index of a run with what it wrote last, unless that takes long."""
+        index = self.want(folder)
+        with suppress(IndexProblem):  # another process is writing, for instance: the index is as it was
+            index.update(_AT_ONCE_S)
+        return index
+
+    def start(self) -> None:
+        """Update indexes in a thread, until this process ends.
+
+        The thread polls, because file systems of clusters do not notify of writes by another machine.
+        """
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            self._is_asked.wait(_POLL_S if self._wanted() else None)
+            self._is_asked.clear()
+            behind = self._wanted()
+            while behind:  # in turn, so that a long run does not keep the others waiting
+                behind = [index for index in behind if not self._is_current(index)]
+
+    def _wanted(self) -> list[RunIndex]:
+        now_s = time.monotonic()
+        with self._lock:
+            return [self._indexes[run] for run, until_s in self._until_s.items() if until_s > now_s]
+
+    def _is_current(self, index: RunIndex) -> bool:
+        try:
+            return index.update(_PART_S)
+        except IndexProblem:  # a full disk, for instance: whoever asks gets the error, and the next poll tries again
+            return True

@@ -1,0 +1,65 @@
+"""Queries from the command line: `rlsys query RUN "episodes where reward < 0.1"`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.index_followers import IndexFollowers
+from rlsys.dashboard.index_schema import INDEXED
+from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.query_language import parse_query
+from rlsys.dashboard.responses import TableAnswer, TableColumn
+from rlsys.dashboard.table_queries import Tables
+from rlsys.types import Json
+from rlsys.util.printing import printable
+
+_LETTERS = 80
+"""Most letters of a text in a terminal; JSON has all of them."""
+
+
+def query(folder: Path, text: str, progress: TextIO, *, is_whole: bool) -> TableAnswer:
+    """Answer a query about a run, after bringing its index up to date; `progress` gets a line if that takes long.
+
+    `folder` may be a folder of runs for the table `runs`. `is_whole`: texts are not cut. Raises `BadQuery`, `NoSuch`
+    and `IndexProblem`.
+    """
+    parsed = parse_query(text)
+    if not folder.is_dir():
+        raise NoSuch(f"{folder} is no folder: give the directory of a run, or a folder of them for the table `runs`")
+    readings, indexes = Readings(folder), IndexFollowers()
+    if parsed.table in INDEXED:
+        index = indexes.want(readings.folder("."))
+        while not index.update(2.0):
+            progress.write(f"reading the run: {100 * index.share:.0f} %\n")
+    return Tables(readings, indexes).answer(".", parsed, None if is_whole else _LETTERS)
+
+
+def lines_of(found: TableAnswer) -> Iterator[str]:
+    """Yield the lines of a table, with numbers to the right."""
+    shown = [[_shown(column, row[column.name]) for column in found.columns] for row in found.rows]
+    names = [column.name for column in found.columns]
+    widths = [max(map(len, cells)) for cells in zip(names, *shown, strict=True)]
+    for cells in (names, *shown):
+        padded = (
+            cell.ljust(width) if column.kind in ("text", "time") else cell.rjust(width)
+            for cell, width, column in zip(cells, widths, found.columns, strict=True)
+        )
+        yield "  ".join(padded).rstrip()
+    if found.num_rows > len(found.rows):
+        yield f"{len(found.rows)} of {found.num_rows} rows: `limit` and `offset` show others"
+
+
+def _shown(column: TableColumn, value: Json) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if column.kind == "time" and isinstance(value, float | int):
+        return datetime.fromtimestamp(value).isoformat(" ", "seconds")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return printable(" ".join(str(value).split()) if isinstance(value, str) else str(value))
