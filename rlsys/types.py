@@ -361,6 +361,8 @@ class EpisodeMeta:
     num_sequential: int = 0
     proposals: tuple[Mapping[str, Json], ...] = ()
     weight: float = 1.0
+    tools_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Seconds that its agents waited, by tool; `environment`: for environments. Calls side by side count each."""
 
     @cached_property
     def is_failed(self) -> bool:

@@ -152,7 +152,7 @@ class History:
         tell(PhaseDone("start_ray", 3.0))
         for name in self._names:
             tell(EngineChosen(name, "local", "0.4 million parameters on a CPU are not worth vLLM's start-up"))
-        tell(RunStarted(str(self.folder), 0, shape.steps))
+        tell(RunStarted(str(self.folder), 0, shape.steps, shape.max_staleness))
         tell(WeightsPublished(0, _hash(0), 1_753_600, 1_753_600, 0.006, 0.02))
         for name in self._names:
             tell(ReplicaSeen(name, 0, False, 0, 0, 0.0, 0))

@@ -83,7 +83,7 @@ async def _killed(folder: Path, begin_s: float) -> None:
     events.emit(PhaseDone("start_workers", 2.0))
     for replica in range(4):
         events.emit(EngineChosen(f"rollout-{replica}", "local", "make-believe"))
-    events.emit(RunStarted(str(folder), 0, TOTAL_STEPS))
+    events.emit(RunStarted(str(folder), 0, TOTAL_STEPS, _MAX_STALENESS))
     run = asyncio.create_task(driver.run(0))
     async with asyncio.timeout(2 * LENGTH_S):
         await done.wait()

@@ -218,9 +218,20 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
             episode.num_sequential,
             episode.proposals,
             episode.weight,
+            _tools_s(episode),
         )
         for e, episode in enumerate(episodes)
     )
+
+
+def _tools_s(episode: Episode) -> dict[str, float]:
+    """Seconds by tool; `environment`: of environments. A call of a tool that does not exist takes no time."""
+    found: dict[str, float] = {}
+    for span in episode.spans:
+        if span.kind != "turn" and span.seconds > 0:
+            name = span.name if span.kind == "tool" else "environment"
+            found[name] = found.get(name, 0.0) + span.seconds
+    return found
 
 
 def versions_of(episodes: tuple[Episode, ...], policy: str = POLICY) -> tuple[VersionSpan, ...]:

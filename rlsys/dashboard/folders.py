@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +15,8 @@ from rlsys.dashboard.run_files import inside
 EVENTS, METRICS, CONFIG = "events.jsonl", "metrics.jsonl", "config.resolved.yaml"
 EVALUATIONS = "evaluations"
 
+_LOCK = "run.lock"
+"""Names the process that writes to the folder, see `rlsys.launch.run_lock`."""
 _DEPTH = 3
 """Depth of folders to search for runs."""
 
@@ -72,6 +76,21 @@ class RunFolder:
         return own + sum(policy.num_bytes for policy in self.policies)
 
     @property
+    def gone_process(self) -> int | None:
+        """Process id of the run, if it ran on this machine and exists no more; else None. Of a policy, that of its run.
+
+        A run that another machine or container writes is never gone here.
+        """
+        folder = self.path.parent.parent if self.path.parent.name == "policies" else self.path
+        path = inside(self.root, folder / _LOCK)
+        try:
+            owner = json.loads(path.read_text()) if path else {}
+            pid, is_here = int(owner["pid"]), owner["host"] == socket.gethostname()
+        except (OSError, ValueError, KeyError, TypeError):  # an older version, or it is being written
+            return None
+        return pid if is_here and not _is_alive(pid) else None
+
+    @property
     def written_s(self) -> float:
         """Time of the last write to the run's own files, Unix seconds; 0 if there are none."""
         return max(_written_s(self.path / name) for name in (EVENTS, METRICS, CONFIG))
@@ -119,6 +138,16 @@ def _folders(path: Path) -> list[str]:
 def as_text(path: Path | str) -> str:
     """Path for an answer, with `\N{REPLACEMENT CHARACTER}` for each byte that is not text."""
     return os.fsencode(path).decode(errors="replace")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def _written_s(path: Path) -> float:

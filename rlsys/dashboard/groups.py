@@ -99,6 +99,12 @@ class Groups:
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=500))
     """Seconds from issue to score of the last groups."""
 
+    @property
+    def pending(self) -> list[GroupFacts]:
+        """Groups that are neither trained nor dropped, nor forgotten."""
+        known = (facts for group_id, facts in self.by_group_id.items() if group_id not in self.forgotten)
+        return [facts for facts in known if facts.state in PENDING]
+
     HEARS = (
         RunStarted,
         GroupIssued,

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
 from rlsys.dashboard.failures import Failures
 from rlsys.dashboard.groups import Groups
+from rlsys.dashboard.paces import Paces
 from rlsys.dashboard.replicas import Replicas
 from rlsys.dashboard.responses import LogLine
 from rlsys.dashboard.run_files import Chunk, Tail
@@ -41,7 +42,7 @@ class EventHistory:
     def __init__(self, events: Path | None, metrics: Path | None, thresholds: Mapping[str, float | None]) -> None:
         """A path of None: the file does not exist. `thresholds`: of alerts, see `Alarms`."""
         self.columns, self.groups, self.replicas = SeriesColumns(), Groups(), Replicas()
-        self.failures = Failures()
+        self.failures, self.paces = Failures(), Paces()
         self.alarms, self.spans = Alarms(thresholds), Spans(events)
         self.phases: dict[str, float] = {}
         """Phases of start-up and shutdown: name -> seconds."""
@@ -125,8 +126,9 @@ class EventHistory:
             (own, self._hear),
             (Groups.HEARS, self.groups.observe),
             (Replicas.HEARS, self.replicas.observe),
+            (Paces.HEARS, self.paces.observe),
             (Failures.HEARS, self.failures.observe),
-            ((RunStarted, StepDone, RolledBack, RunEnded), self.alarms.observe),
+            (Alarms.HEARS, self.alarms.observe),
         ):
             for kind in kinds:
                 table.setdefault(kind, []).append(hear)

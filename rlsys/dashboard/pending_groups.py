@@ -17,7 +17,7 @@ def ledger(groups: Groups, now_s: float) -> LedgerAnswer:
     """Every pending group as of `now_s`, oldest first, and counts of the others."""
     typical_s = median(groups.took_s) if groups.took_s else None
     known = [facts for group_id, facts in groups.by_group_id.items() if group_id not in groups.forgotten]
-    pending = sorted((f for f in known if f.state in PENDING), key=lambda facts: facts.issued_s)
+    pending = sorted(groups.pending, key=lambda facts: facts.issued_s)
     return LedgerAnswer(
         pending=[_row(facts, now_s, typical_s) for facts in pending],
         num_issued=len(known),

@@ -18,6 +18,19 @@ Status = Literal["starting", "running", "silent", "finished", "interrupted", "fa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationScore:
+    """Score of the last evaluation on a data set, with what it leaves out."""
+
+    dataset: str
+    step: int
+    mean: float | None
+    mean_ci95: float | None
+    """Half width of the 95 % confidence interval; None: a single task."""
+    failed_frac: float | None
+    """Share of its samples that failed, so that the mean is of the others alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """One line of the list of runs."""
 
@@ -40,6 +53,8 @@ class RunSummary:
     """Mean reward of its last 20 steps, because that of one step is noisy."""
     rewards: Sequence[float | None]
     """Mean reward over its steps, thinned to about 40 points, for a small chart."""
+    evaluations: Sequence[EvaluationScore]
+    """Last score on each data set."""
     last_error: str | None
     """Error that ended it, or the last failure of a worker."""
     num_alerts: int
@@ -474,12 +489,34 @@ class QueuePoint:
     num_finished: int
 
 
+@dataclass(frozen=True, slots=True)
+class SpeedPoint:
+    """Speed of a replica over some groups."""
+
+    time_s: float
+    """End of the last of these groups."""
+    tokens_per_s: float
+    """Tokens sampled in these groups, per second that each was at the replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpeed:
+    """Speed of one replica over time."""
+
+    worker: str
+    points: Sequence[SpeedPoint]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
     """Bottleneck of the run over the last 20 steps."""
 
     who: str
-    """`rollout`, `reward`, `annotate`, `trainer`, `weights`, `evaluation` or `balanced`."""
+    """`rollout`, `reward`, `annotate`, `trainer`, `weights`, `evaluation`; `straggler`: one worker is far slower than
+    its peers; `order`: ready groups wait for older ones; `environment`: episodes wait for tools or their environment;
+    `lockstep`: a synchronous run, whose stages take turns; or `balanced`."""
+    worker: str
+    """Worker that holds the run up; empty if it is no single one, or not known."""
     sentence: str
     """Bottleneck in words, with its shares and the remedy."""
     shares: Mapping[str, float]
@@ -500,6 +537,8 @@ class ClusterAnswer:
     newest_version: int | None
     staleness_bound: int | None
     lanes: Sequence[Lane]
+    speeds: Sequence[WorkerSpeed]
+    """Speed of each replica in the time window."""
     replicas: Sequence[ReplicaRow]
     restarts: Sequence[RestartRow]
     """Newest first."""

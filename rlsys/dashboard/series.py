@@ -91,6 +91,21 @@ class SeriesColumns:
             return 0.0
         return sum(v for v in column.values[bisect_right(column.steps, step) :] if not isnan(v))
 
+    def last_of(self, prefix: str) -> dict[str, tuple[int, float | None]]:
+        """Last step and value of each metric whose name begins so."""
+        found = ((name, column) for name, column in self._columns.items() if name.startswith(prefix) and column.steps)
+        return {name: (column.steps[-1], _finite(column.values[-1])) for name, column in found}
+
+    def means_since(self, prefix: str, step: int) -> dict[str, float]:
+        """Mean over the steps after `step` of each metric whose name begins so; by the rest of the name."""
+        found = {}
+        for name, column in self._columns.items():
+            if name.startswith(prefix):
+                values = [v for v in column.values[bisect_right(column.steps, step) :] if not isnan(v)]
+                if values:
+                    found[name.removeprefix(prefix)] = sum(values) / len(values)
+        return found
+
     def names(self) -> list[MetricName]:
         """Every metric, by name."""
         return [_named(name, column) for name, column in sorted(self._columns.items()) if column.steps]

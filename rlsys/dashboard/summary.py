@@ -9,7 +9,8 @@ from statistics import fmean, median
 from rlsys.dashboard.configs import RunConfig
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.history import EventHistory
-from rlsys.dashboard.responses import RunSummary, Status
+from rlsys.dashboard.responses import EvaluationScore, RunSummary, Status
+from rlsys.dashboard.series import SeriesColumns
 from rlsys.monitoring.alerts import Alert
 
 SUMMARY_STEPS = 20
@@ -18,7 +19,13 @@ _POINTS = 40
 _LEAST_SILENCE_S = 60.0
 _SILENT_STEPS = 10
 _START_UP_S = 600.0
-"""Most seconds that start-up may take without an event, such as for loading models."""
+"""Most seconds that start-up or a step may take without an event, such as for loading models. Replicas are polled, and
+reported every few seconds."""
+_GONE_S = 15.0
+"""Seconds without an event after which a run whose process is gone counts as killed."""
+
+GONE = "process {pid} of the run is gone without a last event: it was killed. Go on with run.resume=auto"
+"""Problem of a run that was killed on this machine."""
 
 _ENDS: dict[str, Status] = {"finished": "finished", "interrupted": "interrupted"}
 
@@ -47,7 +54,8 @@ def summary(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
         eta_s=left if status == "running" else None,
         reward=fmean(rewards) if rewards else None,
         rewards=history.columns.outline("reward/mean", _POINTS),
-        last_error=_last_error(history),
+        evaluations=_evaluations(history.columns),
+        last_error=_last_error(history, folder if status == "silent" else None),
         num_alerts=len(open_alerts(history, config, now_s)),
     )
 
@@ -72,6 +80,20 @@ def open_alerts(history: EventHistory, config: RunConfig, now_s: float) -> list[
     return [*history.alarms.open, *([silent] if silent else [])]
 
 
+def _evaluations(columns: SeriesColumns) -> list[EvaluationScore]:
+    """Last score on each data set."""
+    last = columns.last_of("eval/")
+    names = sorted(name.removesuffix("/mean") for name in last if name.endswith("/mean"))
+    return [
+        EvaluationScore(
+            dataset=name.removeprefix("eval/"),
+            step=last[f"{name}/mean"][0],
+            **{of: last.get(f"{name}/{of}", (0, None))[1] for of in ("mean", "mean_ci95", "failed_frac")},
+        )
+        for name in names
+    ]
+
+
 def _status(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: float) -> Status:
     """Compute the `Status` from the times of events. The clocks of the run's machine and this one must agree.
 
@@ -81,6 +103,9 @@ def _status(folder: RunFolder, history: EventHistory, config: RunConfig, now_s: 
         return _ENDS.get(history.ended.reason, "failed")
     has_started = history.started is not None or history.step > 0 or "start_up" in history.phases
     most_s = max(_LEAST_SILENCE_S, _SILENT_STEPS * (_step_s(history) or 0.0)) if has_started else _START_UP_S
+    most_s = min(most_s, _START_UP_S)
+    if folder.gone_process is not None:
+        most_s = _GONE_S
     if now_s - (history.last_s or folder.written_s) > most_s:
         return "finished" if _is_done(history, config) else "silent"
     return "running" if has_started else "starting"
@@ -102,8 +127,11 @@ def _is_done(history: EventHistory, config: RunConfig) -> bool:
     return total is not None and history.step >= total > 0
 
 
-def _last_error(history: EventHistory) -> str | None:
+def _last_error(history: EventHistory, silent: RunFolder | None) -> str | None:
+    """Error that ended the run, or the last failure of a worker. `silent`: the folder, if the run is silent."""
     if history.ended and history.ended.reason == "failed":
         return history.ended.detail or "it failed"
+    if silent is not None and (pid := silent.gone_process) is not None:
+        return GONE.format(pid=pid)
     failure = history.failure
     return f"{failure.worker} while {failure.phase}: {failure.detail}" if failure else None

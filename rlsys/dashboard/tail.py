@@ -14,6 +14,7 @@ from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.run_files import Tail
+from rlsys.dashboard.summary import GONE
 from rlsys.monitoring.alerts import Alarms
 from rlsys.monitoring.events import AlertRaised, Event, PhaseDone, RolledBack, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.trackers.console import ConsoleSink, note_of
@@ -66,6 +67,10 @@ class _Followed:
         shown = list(_last(self._read()) if self._is_first else self._read())
         self._is_first = False
         late = None if self.has_ended else self._alarms.silent(time.time())
+        pid = None if self.has_ended else self._run.gone_process
+        if pid is not None and not self._was_gone:
+            shown.append((AlertRaised("no_progress", self._alarms.step, 0.0, 0.0, GONE.format(pid=pid)), time.time()))
+        self._was_gone = pid is not None
         if late is not None and late.step != self._late_after:
             self._late_after = late.step
             alert = AlertRaised(late.alert, late.step, late.value, late.threshold, late.sentence)
@@ -77,7 +82,9 @@ class _Followed:
     def _begin(self) -> None:
         """Reset the state."""
         self._file = Tail(self._folder / "events.jsonl")
-        self._alarms = Alarms(read_config(RunFolder(self._folder.resolve(), ".")).thresholds)
+        self._run = RunFolder(self._folder.resolve(), ".")
+        self._alarms = Alarms(read_config(self._run).thresholds)
+        self._was_gone = False
         self._is_first, self.has_ended = True, False
         self._late_after: int | None = None
         """Step of the last `no_progress` alert, from this class or from the run."""

@@ -377,7 +377,8 @@ class TrainingJob:
                     with phase(run.events, "load_checkpoint"):
                         starts[name] = await drivers[name].restore(run.checkpoint)
             for name, run in self.runs.items():
-                run.events.emit(RunStarted(str(run.config.run_dir), starts[name], drivers[name].end))
+                bound = run.config.asynchrony.max_staleness
+                run.events.emit(RunStarted(str(run.config.run_dir), starts[name], drivers[name].end, bound))
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
             stops.stop = lambda: [driver.stop() for driver in drivers.values()]
             gc.freeze()  # all of start-up's objects stay, and a collection need not look at them again

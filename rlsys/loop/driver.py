@@ -79,6 +79,7 @@ from rlsys.monitoring.events import (
 )
 from rlsys.types import Group, PolicyVersion, Task
 from rlsys.util import deadlines
+from rlsys.util.files import free_gb
 from rlsys.weight_sync.sync import WeightSync
 
 ANNOTATED_AT_ONCE = 8
@@ -371,6 +372,7 @@ class Driver:
     async def _score(self, group: InFlightGroup) -> Group:
         scored = await self.workers.rewards.score(group.assignment.task, group.group)
         self._clock.add("reward", scored.busy)
+        group.scoring = scored.busy
         return group.group.with_scores(scored.scores)
 
     async def _graft(self, graft: Graft) -> Group:
@@ -592,6 +594,8 @@ class Driver:
         if self.repacker:
             metrics["async/moved"] = self.repacker.num_moved
         metrics |= {**self.queue.ledger.metrics(), **self.weights.metrics}
+        if (free := free_gb(self.records.folder)) is not None:
+            metrics["driver/disk_free"] = free
         self._version, self._num_deaths = version + 1, 0
         self.events.emit(StepDone(version + 1, metrics, tuple(group.group_id for group in groups)))
         return tasks

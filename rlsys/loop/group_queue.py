@@ -39,7 +39,7 @@ from enum import Enum
 from math import inf
 
 from rlsys.algorithm import Signal
-from rlsys.contracts import RolledOut
+from rlsys.contracts import Busy, RolledOut
 from rlsys.loop.admission import Admission
 from rlsys.loop.task_ledger import Ledger, LedgerState
 from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, group_rolled_out, group_scored
@@ -72,6 +72,8 @@ class InFlightGroup:
     """Start of its rollout, in seconds of `rlsys.util.deadlines.now`."""
     episodes: Group | None = None
     """The rolled-out group, with its scores once it is SCORED."""
+    scoring: Busy | None = None
+    """When a reward worker scored it; None: it is not scored."""
     columns: dict[str, Ref] = field(default_factory=dict)
     """By signal: a reference to the annotator's column."""
     annotators: set[str] = field(default_factory=set)
@@ -362,7 +364,7 @@ class GroupQueue:
         if is_new := self._accepts(group, scored.group_id, is_new=not is_scored):
             self._enter(group, State.SCORED)
             group.episodes = scored
-            self.events.emit(group_scored(scored))
+            self.events.emit(group_scored(scored, group.scoring))
         return is_new
 
     def offer(self, group: InFlightGroup) -> None:

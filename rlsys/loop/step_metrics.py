@@ -155,8 +155,10 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
             for part, value in trajectory.parts.items() if not place else ():
                 by_part[part].append(value)
     by_source: dict[str, list[float]] = defaultdict(list)
+    failed_by: dict[str, list[bool]] = defaultdict(list)
     for group, own in zip(groups, by_group, strict=True):
         by_source[group.source] += own
+        failed_by[group.source] += (episode.is_failed for episode in group.episodes)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": deviation(rewards, is_sample=False),
@@ -167,6 +169,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         **({"group/frac_zero_std": fmean(len(set(group)) == 1 for group in compared)} if compared else {}),
         **{f"reward/by/{part}": fmean(values) for part, values in by_part.items()},
         **{f"reward/source/{name}": fmean(values) for name, values in by_source.items() if name and values},
+        **{f"reward/failed_by/{name}": fmean(failed) for name, failed in failed_by.items() if name and failed},
     }
 
 
@@ -190,6 +193,10 @@ def _agents(groups: Sequence[Group]) -> dict[str, float]:
     if not episodes:
         return {}
     others = [t for episode in episodes for t in episode.trajectories[1:]]
+    tools_s: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for tool, seconds in episode.tools_s.items():
+            tools_s[tool].append(seconds)
     rewards: dict[str, list[float]] = defaultdict(list)
     for agent in others:
         if agent.reward is not None and not agent.outcome.is_failed:
@@ -200,6 +207,7 @@ def _agents(groups: Sequence[Group]) -> dict[str, float]:
         "agents/sequential_tokens": fmean(episode.num_sequential for episode in episodes),
         **({"agents/failed_frac": fmean(agent.outcome.is_failed for agent in others)} if others else {}),
         **{f"agents/reward/{name}": fmean(values) for name, values in rewards.items()},
+        **{f"agents/tool_s/{name}": fmean(values) for name, values in tools_s.items()},
     }
 
 

@@ -6,8 +6,9 @@
             print(alert.sentence)
     alarms.open, alarms.history, alarms.silent(now_s)
 
-A rule is a signal (`rlsys.monitoring.alert_signals`) and a threshold. An alert closes only when the signal is well on
-the other side of the threshold, so that noise does not open and close it repeatedly.
+A rule is a signal (`rlsys.monitoring.alert_signals`, `rlsys.monitoring.worker_signals`) and a threshold. An alert
+closes only when the signal is well on the other side of the threshold, so that noise does not open and close it
+repeatedly.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from rlsys.monitoring import alert_signals as gauges
+from rlsys.monitoring import worker_signals as fleet
 from rlsys.monitoring.alert_signals import AlertSignal, SignalReading
 from rlsys.monitoring.events import (
     AlertRaised,
+    CheckpointCopyFailed,
     DataChanged,
     EngineChosen,
     Event,
     Events,
+    FileSkipped,
+    FileStalled,
     PhaseDone,
     RolledBack,
     RunEnded,
     RunStarted,
     StepDone,
     TransportChosen,
+    WorkerFailed,
 )
 
 MARGIN = 0.8
@@ -85,6 +91,51 @@ class Alert:
 
 
 RULES: Mapping[str, Rule] = {
+    "reward_drop": Rule(
+        threshold=0.3,
+        unit="of the best",
+        when="Mean reward of training, or of one source of data, surely lost more than this since its best level, a "
+        "mean of 5 or of 20 steps",
+        remedy="Look at what changed at that step: policy/entropy, optim/grad_norm, sampler/ratio_p99. Go back to a "
+        "checkpoint before it with a lower learning rate (train.lr); if only one source fell, read its episodes.",
+        gauge=gauges.Lost,
+    ),
+    "evaluation_drop": Rule(
+        threshold=0.3,
+        unit="of the best",
+        when="Mean of an evaluation surely lost more than this since its best",
+        remedy="If the reward of training fell, too, the policy is damaged: go back to a checkpoint before it with a "
+        "lower learning rate (train.lr). If it did not, the policy learns what only the training rewards: read "
+        "episodes of both.",
+        gauge=gauges.LostEvaluation,
+    ),
+    "failed_samples": Rule(
+        threshold=0.2,
+        unit="share",
+        when="Share of samples that could not be played or scored, of all or of one source of data, mean over 3 steps, "
+        "is above this",
+        remedy="They are left out, and the policy learns from the others alone. Read the reason at one of them "
+        "(Groups, Failed), then mend the reward function (reward.fn), the tool or the data, or give it longer "
+        "(reward.timeout_s).",
+        gauge=gauges.Failed,
+    ),
+    "failed_evaluation": Rule(
+        threshold=0.2,
+        unit="share",
+        when="Share of samples of an evaluation that could not be played or scored is above this",
+        remedy="Its score is that of the others alone, and compares with no other score. Read the reason at one of "
+        "them, then mend the reward function (reward.fn) or the data (eval.data).",
+        gauge=gauges.FailedEvaluation,
+    ),
+    "constant_reward": Rule(
+        threshold=2.0,
+        unit="steps",
+        when="All rewards were equal for more steps in a row than this, or those of one source of data for four times "
+        "as many",
+        remedy="Nothing can be learned from them. Score a right and a wrong answer with the reward function "
+        "(reward.fn), see that `answer` is the right column (`rlsys data inspect`), or begin with easier tasks.",
+        gauge=gauges.EqualRewards,
+    ),
     "entropy_collapse": Rule(
         threshold=0.2,
         unit="of what it was",
@@ -119,13 +170,23 @@ RULES: Mapping[str, Rule] = {
         "solved, take a larger group_size, or look whether the reward can tell answers apart.",
         gauge=lambda: gauges.Mean("group/frac_zero_std", "the share of groups with equal rewards", 20),
     ),
-    "truncation_rise": Rule(
+    "truncation": Rule(
         threshold=0.2,
         unit="share",
-        when="Share of trajectories cut at the token limit, mean over 20 steps, surely rose by more than this",
-        remedy="Look whether the ends of episodes ramble. Raise the limit of tokens, or penalise length that earns "
-        "nothing.",
-        gauge=lambda: gauges.Rise("completions/truncated_frac", "the share cut at the token limit"),
+        when="Share of trajectories cut at the token limit, mean over 5 to 20 steps, is surely by more than this above "
+        "its lowest mean so far, or above 0.3",
+        remedy="Look whether the ends of episodes ramble. Raise the limit of tokens (rollout.max_new_tokens), or "
+        "penalise length that earns nothing.",
+        gauge=lambda: gauges.Rise("completions/truncated_frac", "the share cut at the token limit", ordinary=0.3),
+    ),
+    "length_explosion": Rule(
+        threshold=2.5,
+        unit="times",
+        when="Length of completions over 5 steps, as a multiple of what it was (at least 50 tokens more), is above "
+        "this; to double in 100 steps or more is no explosion",
+        remedy="Read a few episodes for repetition. Go back to a checkpoint before it with a lower learning rate "
+        "(train.lr), or penalise length (`reward.fn: overlong`).",
+        gauge=lambda: gauges.Grown("completions/length_mean", "the length of completions", least=50.0),
     ),
     "gradient_alignment": Rule(
         threshold=0.25,
@@ -176,6 +237,66 @@ RULES: Mapping[str, Rule] = {
         "if it truly solves more, all is well.",
         gauge=gauges.RewardByLength,
     ),
+    "slow_worker": Rule(
+        threshold=3.0,
+        unit="times",
+        when="Seconds per token of a replica, or per episode of a reward worker, as a multiple of those of its peers, "
+        "are above this for nearly all of its last groups",
+        remedy="Look at its machine: another process on its cores or GPU, a throttled clock, a slow disk or network. "
+        "Stop its process to have it replaced.",
+        gauge=fleet.Slowest,
+    ),
+    "slow_tool": Rule(
+        threshold=3.0,
+        unit="times",
+        when="Seconds that an episode waits for one tool, over 5 steps, as a multiple of what they were (at least 1 s "
+        "more), are above this",
+        remedy="Look at what the tool calls: a server under load, a sandbox that starts anew. Give it more capacity, "
+        "or a shorter deadline.",
+        gauge=lambda: gauges.Grown("agents/tool_s/*", "the time of an episode in the tool `{}`", least=1.0),
+    ),
+    "stale_replica": Rule(
+        threshold=2.0,
+        unit="versions",
+        when="A busy replica is behind the newest weights by more than this beyond asynchrony.max_staleness + 1, at 3 "
+        "polls in a row",
+        remedy="Its groups will be too old to train. Look in the lanes whether it pulls; read its log; stop its "
+        "process to have it replaced.",
+        gauge=fleet.Behind,
+    ),
+    "stuck_group": Rule(
+        threshold=5.0,
+        unit="times",
+        when="Age of the oldest group without rewards, as a multiple of what the slowest of the last 200 took, and for "
+        "a minute at least, is above this",
+        remedy="Look on the ledger where it is, and at the log of that worker. A workflow or tool that waits for ever "
+        "needs a deadline (limits.lease_s replaces the worker).",
+        gauge=fleet.Stuck,
+    ),
+    "worker_failed": Rule(
+        threshold=0.0,
+        unit="failures",
+        when="More workers than this failed within 10 steps",
+        remedy="A worker that died is replaced, and the run goes on. If it happens again, read its log, and look at "
+        "the memory, cores and GPUs of its machine.",
+        gauge=lambda: fleet.Happened(WorkerFailed),
+    ),
+    "file_not_written": Rule(
+        threshold=0.0,
+        unit="files",
+        when="More files than this could not be written or copied within 10 steps",
+        remedy="Free space on that disk (run.folder), or mend the access to it: the next checkpoint needs both.",
+        gauge=lambda: fleet.Happened(FileSkipped, FileStalled, CheckpointCopyFailed),
+    ),
+    "disk_low": Rule(
+        threshold=1.0,
+        unit="GB",
+        when="Free space where the run writes is below this",
+        remedy="Free space before the next checkpoint, which ends the run if it does not fit: keep fewer "
+        "(checkpoint.keep_last), write fewer rollouts (record.rollouts_every).",
+        gauge=lambda: gauges.Mean("driver/disk_free", "the free space of the run's disk", 1),
+        is_low=True,
+    ),
     "no_progress": Rule(
         threshold=10.0,
         unit="typical steps",
@@ -190,6 +311,13 @@ RULES: Mapping[str, Rule] = {
 class Alarms:
     """Open and closed alerts after the events of a run so far."""
 
+    HEARS = tuple(
+        {RunStarted, StepDone, RolledBack, RunEnded}.union(
+            *(rule.gauge().hears for rule in RULES.values() if rule.gauge)
+        )
+    )
+    """Events that change the state."""
+
     def __init__(self, thresholds: Mapping[str, float | None] | None = None) -> None:
         """`thresholds`: values that replace the default of a rule; a value of None turns the rule off.
 
@@ -198,6 +326,11 @@ class Alarms:
         given = {name: rule.threshold for name, rule in RULES.items()} | dict(thresholds or {})
         self._thresholds = {name: value for name in RULES if (value := given[name]) is not None}
         self._gauges = {n: make() for n in self._thresholds if (make := RULES[n].gauge) is not None}
+        self._hearing: dict[type[Event], list[str]] = {}
+        """Rules whose signals hear an event."""
+        for name, gauge in self._gauges.items():
+            for kind in gauge.hears:
+                self._hearing.setdefault(kind, []).append(name)
         self._open: dict[str, Alert] = {}
         self._closed: list[Alert] = []
         self._step = 0
@@ -210,6 +343,11 @@ class Alarms:
         """Time of the start of the run or of its last step; None: not started, or no step is left."""
         self._is_first = True
         """True until the first step since the run began."""
+
+    @property
+    def step(self) -> int:
+        """Last step that was done."""
+        return self._step
 
     @property
     def open(self) -> Sequence[Alert]:
@@ -229,30 +367,28 @@ class Alarms:
     def observe(self, event: Event, time_s: float) -> Sequence[Alert]:
         """Process one event, emitted at `time_s` (Unix seconds), and return the alerts it raises.
 
-        Only `RunStarted`, `StepDone`, `RolledBack` and `RunEnded` change the state. Other events only show that time
-        passes, so a reader may leave them out and call `silent`. A metric that is not a number must be NaN, not
-        missing.
+        Only events in `HEARS` change the state. Other events only show that time passes, so a reader may leave them out
+        and call `silent`. A metric that is not a number must be NaN, not missing.
         """
+        late = None
         match event:
             case RunStarted(first_step=first, total_steps=total):
                 self._close("no_progress", first)
                 self._step, self._total_steps, self._is_first = first, total, True
                 self._waits_from(time_s)
-                return []  # no progress is due before the run starts
             case RunEnded():
                 self._moved_s = None
                 return []  # nothing follows the end of a run
             case RolledBack(total_steps=total):
                 self._total_steps = total
-                return []
             case PhaseDone() | EngineChosen() | TransportChosen() | DataChanged():
-                return []  # start-up, maybe of a run that resumes days after it was killed
+                pass  # start-up, maybe of a run that resumes days after it was killed
             case _:
                 late = self.silent(time_s)
-                raised = [late] if late else []
         if isinstance(event, StepDone):
             self._moved(event.step, time_s)
-            raised += [alert for name in self._gauges if (alert := self._gauged(name, event.metrics, time_s))]
+        gauged = (self._gauged(name, event, time_s) for name in self._hearing.get(type(event), ()))
+        raised = [alert for alert in (late, *gauged) if alert is not None]
         for alert in raised:
             self._open.setdefault(alert.alert, alert)
         if isinstance(event, StepDone):
@@ -298,9 +434,9 @@ class Alarms:
             return self._first_s, f"the first took {self._first_s:.3g} s"
         return unknown_s, "it is the first since the run began"
 
-    def _gauged(self, name: str, metrics: Mapping[str, float], time_s: float) -> Alert | None:
-        """Read the signal of a rule; close its alert, or return a new one."""
-        indication = self._gauges[name].read(self._step, metrics)
+    def _gauged(self, name: str, event: Event, time_s: float) -> Alert | None:
+        """Show an event to the signal of a rule; close its alert, or return a new one."""
+        indication = self._gauges[name].observe(event, time_s)
         if indication is None:
             return None
         threshold, is_low = self._thresholds[name], RULES[name].is_low
@@ -323,12 +459,18 @@ class Alarms:
             threshold=self._thresholds[name],
             unit=rule.unit,
             metric=indication.metric,
-            sentence=f"{indication.words[:1].upper()}{indication.words[1:]}. {rule.remedy}",
+            sentence=f"{_begun(indication.words)}. {rule.remedy}",
         )
 
     def _close(self, name: str, step: int) -> None:
         if alert := self._open.pop(name, None):
             self._closed.append(replace(alert, until_step=max(alert.step, step)))  # a resume may go back
+
+
+def _begun(words: str) -> str:
+    """Words as the beginning of a sentence. The name of a metric, a worker or a file stays as it is."""
+    is_word = words.split(" ", 1)[0].isalpha()
+    return words[:1].upper() + words[1:] if is_word else words
 
 
 def _spelt(seconds: float) -> str:

@@ -48,6 +48,8 @@ class RunStarted(Event):
     first_step: int
     """Step after which the run begins: 0, or the resumed step."""
     total_steps: int
+    max_staleness: int = -1
+    """Bound of the run, `asynchrony.max_staleness`; -1: not recorded."""
 
 
 class PhaseDone(Event):
@@ -140,6 +142,10 @@ class GroupScored(Event):
     """Reward of each episode's root; None: the episode failed, or has no reward."""
     failures: Mapping[str, float] = field(default_factory=dict)
     """See `failures_in`."""
+    worker: str = ""
+    """Reward worker that scored it."""
+    seconds: float = 0.0
+    """Seconds at the reward worker."""
 
 
 class GroupDropped(Event):
@@ -466,11 +472,12 @@ def group_rolled_out(rolled_out: RolledOut) -> GroupRolledOut:
     )
 
 
-def group_scored(group: Group) -> GroupScored:
-    """Event of a group whose episodes were scored."""
+def group_scored(group: Group, busy: Busy | None = None) -> GroupScored:
+    """Event of a group whose episodes were scored. `busy`: of the reward worker; None if none was needed."""
     roots = [episode.trajectories[0] for episode in group.episodes]
     rewards = tuple(None if root.outcome.is_failed else root.reward for root in roots)
-    return GroupScored(group.group_id, group.task_id, rewards, failures_in([group]))
+    worker, seconds = (busy.worker, busy.end_s - busy.start_s) if busy else ("", 0.0)
+    return GroupScored(group.group_id, group.task_id, rewards, failures_in([group]), worker, seconds)
 
 
 def failures_in(groups: Iterable[Group]) -> Mapping[str, int]:

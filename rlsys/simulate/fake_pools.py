@@ -159,7 +159,7 @@ class FakeReplica:
         group = self._view(assignment, meta_of(episodes), versions_of(episodes), spans, episodes, wrong)
         pulls = (Busy(self.name, asked_s, start_s),) if first > self._told else ()
         self._told = max(first, self._told)
-        return RolledOut(group, Busy(self.name, start_s, now()), pulls=pulls)
+        return RolledOut(group, Busy(self.name, start_s, now()), waited_s=start_s - asked_s, pulls=pulls)
 
     def load(self) -> ReplicaLoad:
         """Return the current load: with running groups, the version is the oldest one at their starts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None
     partial.touch(0o600 if is_private else 0o666)
     partial.write_text(text)
     partial.replace(path)
+
+
+def free_gb(path: Path) -> float | None:
+    """Return the free space of the disk of a path, or of its nearest folder that exists, in GB; None if it cannot be
+    read."""
+    try:
+        return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free / 1e9
+    except OSError:
+        return None
 
 
 def can_be_hub_name(path: str) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +20,7 @@ from rlsys.dashboard.http_problems import BadRequest, NoSuch
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.responses import Bottleneck, ClusterAnswer, Lane
 from rlsys.dashboard.series import SeriesColumns
+from rlsys.launch.run_lock import LOCK
 from rlsys.monitoring.events import (
     ACTIVITIES,
     EvalDone,
@@ -85,6 +90,32 @@ def test_a_run_is_running_until_it_is_silent_or_ended(history: History) -> None:
     history.end("failed", "RunAborted: out of memory")
     summary = readings_of(history, 61).run("run").summary
     assert (summary.status, summary.last_error) == ("failed", "RunAborted: out of memory")
+
+
+def test_a_run_whose_process_is_gone_is_silent_at_once(history: History) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    lock = history.folder / LOCK
+
+    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": ended.pid}))
+    killed = readings_of(history, 16).run("run").summary
+    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+    alive = readings_of(history, 16).run("run").summary
+    lock.write_text(json.dumps({"host": "elsewhere", "pid": ended.pid}))
+    elsewhere = readings_of(history, 16).run("run").summary
+
+    assert (killed.status, alive.status, elsewhere.status) == ("silent", "running", "running")
+    assert killed.last_error is not None
+    assert killed.last_error.startswith(f"process {ended.pid} of the run is gone")
+
+
+def test_long_steps_do_not_hide_a_silence_of_ten_minutes(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", Shape(step_s=600.0))
+    history.start()
+    for _ in range(3):
+        history.step()
+    assert readings_of(history, 590).change("run").status == "running"
+    assert readings_of(history, 610).change("run").status == "silent"
 
 
 def test_a_run_that_loads_its_models_is_starting(tmp_path: Path) -> None:

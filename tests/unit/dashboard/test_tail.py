@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import pytest
 
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.tail import tail
+from rlsys.launch.run_lock import LOCK
 from rlsys.monitoring.events import AlertRaised, EvalDone, Events, GroupDropped, PhaseDone, RunEnded, StepDone
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from tests.histories import History, Shape, small_run
@@ -107,6 +110,18 @@ def test_a_run_that_makes_no_progress_says_so(tmp_path: Path) -> None:
         history.step()
     (told,) = [line for line in tailed(history.folder, once=True) if "no_progress" in line]
     assert told.startswith("alert no_progress at step 3: No step was done for ")
+
+
+def test_a_killed_run_says_so(tmp_path: Path) -> None:
+    history = begun(tmp_path / "run")
+    history.step()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (history.folder / LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": ended.pid}))
+
+    (told,) = [line for line in tailed(history.folder, once=True) if "no_progress" in line]
+
+    assert told.startswith(f"alert no_progress at step 1: process {ended.pid} of the run is gone")
 
 
 def test_no_progress_is_shown_once_when_also_reported(tmp_path: Path) -> None:

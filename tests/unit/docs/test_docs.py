@@ -10,6 +10,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.monitoring.alerts import RULES
+from tests.faults import FAULTS
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -37,3 +38,9 @@ def test_every_file_a_page_points_to_exists(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith(("http", "mailto")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_dashboard_page_has_every_planted_fault_with_its_delay(name):
+    fault = FAULTS[name]
+    assert f"| {name} | `{fault.alert}` | {fault.delay} |" in (ROOT / "docs" / "dashboard.md").read_text().splitlines()

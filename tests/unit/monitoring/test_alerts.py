@@ -15,6 +15,7 @@ from rlsys.monitoring.alerts import RULES, Alarms, Alert, AlertSink
 from rlsys.monitoring.events import (
     AlertRaised,
     EngineChosen,
+    EvalDone,
     Events,
     PhaseDone,
     QueueSeen,
@@ -24,6 +25,7 @@ from rlsys.monitoring.events import (
 )
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.testing import EventRecorder
+from tests.faults import FAULTS as PLANTED
 from tests.planted import COLLAPSE_STEP, planted_run
 
 Row = Mapping[str, float]
@@ -112,7 +114,7 @@ def test_a_real_run_that_learned_raises_nothing(run: str) -> None:
 FAULTS: Mapping[str, tuple[str, Callable[[float, int], float]]] = {
     "entropy_collapse": ("policy/entropy", lambda was, i: was * math.exp(-i / 2)),
     "gradient_alignment": ("gac/cosine", lambda was, i: 0.75 + was / 10),
-    "truncation_rise": ("completions/truncated_frac", lambda was, i: was + min(0.6, 0.03 * i)),
+    "truncation": ("completions/truncated_frac", lambda was, i: was + min(0.6, 0.03 * i)),
     "mismatch": ("sampler/mismatch_kl", lambda was, i: was + 0.1),
     "equal_groups": ("group/frac_zero_std", lambda was, i: 1 - (1 - was) / 10),
     "idle_side": ("time/step", lambda was, i: 30 * was),
@@ -139,7 +141,7 @@ def test_the_planted_faults_of_a_run_are_told(tmp_path: Path) -> None:
     lines = (planted_run(tmp_path) / "events.jsonl").read_text().splitlines()
     told = [json.loads(line) for line in lines if '"alert_raised"' in line]
 
-    assert {each["alert"] for each in told} == {"idle_side", "entropy_collapse"}
+    assert {each["alert"] for each in told} == {"idle_side", "entropy_collapse", "stale_replica", "stuck_group"}
     (collapse,) = (each["step"] for each in told if each["alert"] == "entropy_collapse")
     assert COLLAPSE_STEP < collapse <= COLLAPSE_STEP + 5
 
@@ -214,10 +216,16 @@ def test_a_collapse_in_the_first_steps_is_seen() -> None:
 
 
 WRONG: Mapping[str, list[Row]] = {
+    "reward_drop": changed(10, 100, reward__mean=lambda i: 0.1),
+    "failed_samples": changed(11, 100, reward__failed_frac=lambda i: 0.48),
+    "constant_reward": changed(12, 100, reward__min=lambda i: 0.0, reward__max=lambda i: 0.0),
+    "length_explosion": changed(13, 100, completions__length_mean=lambda i: 300.0 + 120 * min(i, 20)),
+    "slow_tool": changed(14, 80, agents__tool_s__search=lambda i: 0.5 if i < 20 else 4.0),
+    "disk_low": changed(15, 100, driver__disk_free=lambda i: 0.4),
     "kl_tail": changed(0, 100, policy__kl_ref=lambda i: 0.1 + 0.05 * i if i < 30 else 1.6),
     "ratio_tail": changed(1, 100, sampler__ratio_p99=lambda i: 6.0),
     "equal_groups": changed(2, 100, group__frac_zero_std=lambda i: 0.95),
-    "truncation_rise": changed(3, 100, completions__truncated_frac=lambda i: min(0.6, 0.06 + 0.02 * i)),
+    "truncation": changed(3, 100, completions__truncated_frac=lambda i: min(0.6, 0.06 + 0.02 * i)),
     "gradient_alignment": changed(4, 100, gac__cosine=lambda i: -0.5),
     "mismatch": changed(5, 100, sampler__mismatch_kl=lambda i: 0.2),
     "stale_drops": changed(6, 100, async__dropped_stale=lambda i: 1.0 + i),
@@ -236,13 +244,36 @@ def test_every_fault_soon_raises_its_alert_and_no_other(name: str) -> None:
 
     assert alert.alert == name
     assert 100 <= alert.step <= 140
-    assert alert.value > alert.threshold == RULES[name].threshold
+    assert alert.threshold == RULES[name].threshold
+    assert (alert.value < alert.threshold) == RULES[name].is_low
     assert alert.sentence.endswith(RULES[name].remedy)
     assert not alert.metric or alert.metric in WRONG[name][alert.step - 1]
 
 
+def evaluated(*means: float, dataset: str = "held_out") -> Alarms:
+    """The alarms after evaluations of these means, 5 steps apart, each with an interval of 0.05."""
+    alarms = Alarms()
+    for i, mean in enumerate(means):
+        metrics = {f"eval/{dataset}/mean": mean, f"eval/{dataset}/mean_ci95": 0.05}
+        alarms.observe(EvalDone(5 * i, dataset, "", 1.0, metrics), 10.0 * i)
+    return alarms
+
+
+def test_an_evaluation_far_below_its_best_is_told_until_it_recovers() -> None:
+    (alert,) = evaluated(0.5, 0.7, 0.66, 0.3).open
+
+    assert (alert.alert, alert.metric) == ("evaluation_drop", "eval/held_out/mean")
+    assert alert.sentence.startswith("eval/held_out/mean fell to 0.3 from 0.7 at step 5. ")
+    assert evaluated(0.5, 0.7, 0.66, 0.3, 0.68).open == ()
+
+
+def test_an_evaluation_that_scatters_within_its_interval_raises_nothing() -> None:
+    assert evaluated(0.1, 0.16, 0.09, 0.15, 0.08).history == []
+
+
 def test_every_rule_has_a_test_that_raises_it() -> None:
-    assert {*WRONG, "entropy_collapse", "no_progress"} == set(RULES)
+    planted = {fault.alert for fault in PLANTED.values()}
+    assert {*WRONG, *planted, "evaluation_drop", "no_progress"} == set(RULES)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -21,6 +21,10 @@ const HELD_UP_BY = {
   weights: "the hand-over of weights",
   evaluation: "the evaluation",
   balanced: "nobody",
+  straggler: "one slow worker",
+  order: "older groups",
+  environment: "tools and environments",
+  lockstep: "lockstep",
 };
 const QUEUE = "Groups that are somewhere between being issued and being trained, and those of them that are ready to be trained";
 
