@@ -72,7 +72,8 @@ def test_who_is_the_bottleneck(visit: Visit, view: str) -> None:
     box = visit(view, "planted").get_by_test_id("bottleneck")
     said = box.inner_text()
 
-    assert re.search(r"The trainer waits for groups \d+ ?% of the time, and the busiest reward worker is at work", said)
+    busy = r"The trainer waits for groups \d+ ?% of the time, and the busiest reward worker \(reward-0\) is at work"
+    assert re.search(busy, said)
     assert "add reward workers" in said
 
 
