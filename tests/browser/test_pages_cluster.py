@@ -103,7 +103,9 @@ def test_queue_and_failures_are_shown_with_their_numbers(visit: Visit) -> None:
     see(page, "data-queue").locator("summary").click()
     assert rows_of(page, "table-queue")[-1] == "1:03 5 0"
     (row,) = rows_of(page, "restarts")
-    assert row.startswith("rollout-2 0:23 rolling out group 58 ") and row.endswith(" the process ended with SIGKILL its log")
+    assert row.startswith("rollout-2 0:23 rolling out group 58 ") and row.endswith(
+        " the process ended with SIGKILL its log"
+    )
 
 
 def test_lanes_of_a_telephone_stay_within_it(visit: Visit, page: Page) -> None:
