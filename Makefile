@@ -41,6 +41,7 @@ without-ray:
 lint:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/biome lint --error-on-warnings
 
 types:
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY) --min-severity error --summary=none

@@ -83,6 +83,21 @@ def test_numbers_read_as_people_write_them(logic: Logic) -> None:
         assert [logic("format.js", function, value) for value in cases] == list(cases.values())
 
 
+def test_one_of_a_unit_is_singular(logic: Logic) -> None:
+    cases = {(1, "agents"): "1 agent", (2, "agents"): "2 agents", (1, "tokens/s"): "1 tokens/s", (1, "s"): "1.0 s"}
+    assert [logic("format.js", "quantity", *case) for case in cases] == list(cases.values())
+
+
+def test_no_two_activities_of_a_lane_share_a_colour(logic: Logic) -> None:
+    colours = [logic("lanes.js", "shapeOf", name)["colour"] for name in ACTIVITIES]
+    assert len(set(colours)) == len(colours)
+
+
+def test_runs_that_are_compared_never_look_alike(logic: Logic) -> None:
+    looks = {str(logic("views/compare.js", "lookOf", index)) for index in range(44)}
+    assert len(looks) == 44
+
+
 # ------------------------------------------------------------------------------------------------------------- charts
 
 
@@ -155,6 +170,13 @@ def test_an_axis_starts_at_zero_unless_that_flattens_the_line(
     begin, end = logic("plotting.js", "rangeOf", low, high, is_stacked)
     assert begin == pytest.approx(least)
     assert end > high
+
+
+def test_noise_about_zero_is_not_drawn_as_movement(logic: Logic) -> None:
+    assert logic("plotting.js", "rangeOf", 1e-12, 3e-12, False, 0.001) == [0, 0.001]
+    assert logic("plotting.js", "rangeOf", -1e-9, 1e-9, False, 0.001) == [-0.001, 0.001]
+    begin, end = logic("plotting.js", "rangeOf", 0.5, 0.5001, False, 0.01)
+    assert end - begin >= 0.01
 
 
 def test_of_a_thousand_alerts_a_chart_tells_the_newest(logic: Logic) -> None:

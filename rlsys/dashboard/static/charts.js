@@ -62,7 +62,10 @@ export class Chart extends Component {
 
   componentDidUpdate() {
     if (this.form !== this.drawnForm || !this.plot) this.#redraw();
-    else if (this.data !== this.drawnData) this.plot.setData((this.drawnData = this.data), true);
+    else if (this.data !== this.drawnData) {
+      this.drawnData = this.data;
+      this.plot.setData(this.data, true);
+    }
   }
 
   componentWillUnmount() {

@@ -33,12 +33,13 @@ export function percent(share) {
   return `${percents !== 0 && Math.abs(percents) < 1 ? percents.toFixed(1) : Math.round(percents)} %`;
 }
 
-/** A value with its unit: `12 %` of a share, `3.2 s`, `0.52 nats`, `0.52`. */
+/** A value with its unit: `12 %` of a share, `3.2 s`, `0.52 nats`, `1 agent`, `0.52`. */
 export function quantity(value, unit) {
   if (!isNumber(value)) return NONE;
   if (unit === "share") return percent(value);
   if (unit === "s") return duration(value);
-  return unit ? `${number(value)} ${unit}` : number(value);
+  const named = value === 1 ? unit.replace(/^([a-z]{3,})s$/, "$1") : unit;
+  return unit ? `${number(value)} ${named}` : number(value);
 }
 
 /** `0.012` -> `12 ms`, `3.2` -> `3.2 s`, `75` -> `1 min 15 s`, `7500` -> `2 h 5 min`, `200000` -> `2 d 8 h`. */

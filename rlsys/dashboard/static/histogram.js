@@ -20,7 +20,7 @@ export function histogramOf(values, most = 12) {
     to: Number(((first + i + 1) * width).toPrecision(12)),
     count: 0,
   }));
-  known.forEach((value) => (bins[Math.min(Math.floor(value / width - first + 1e-9), bins.length - 1)].count += 1));
+  for (const value of known) bins[Math.min(Math.floor(value / width - first + 1e-9), bins.length - 1)].count += 1;
   return bins;
 }
 

@@ -169,7 +169,9 @@ export function runsOf(shown, values, binOf) {
 /** Where each token begins in the text shown, in UTF-16 units as the page counts them; one entry more, the end. */
 export function offsetsOf(shown) {
   const offsets = new Uint32Array(shown.length + 1);
-  shown.forEach((text, index) => (offsets[index + 1] = offsets[index] + text.length));
+  shown.forEach((text, index) => {
+    offsets[index + 1] = offsets[index] + text.length;
+  });
   return offsets;
 }
 

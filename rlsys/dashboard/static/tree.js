@@ -12,13 +12,17 @@ export function treeOrder(trajectories) {
     return Number.isInteger(parent) && parent >= 0 && parent < index ? parent : null;
   });
   const children = trajectories.map(() => []);
-  parents.forEach((parent, index) => parent !== null && children[parent].push(index));
+  parents.forEach((parent, index) => {
+    if (parent !== null) children[parent].push(index);
+  });
   const order = [];
   const visit = (index, depth) => {
     order.push({ index, depth, parent: parents[index], numChildren: children[index].length });
-    children[index].forEach((child) => visit(child, depth + 1));
+    for (const child of children[index]) visit(child, depth + 1);
   };
-  parents.forEach((parent, index) => parent === null && visit(index, 0));
+  parents.forEach((parent, index) => {
+    if (parent === null) visit(index, 0);
+  });
   return order;
 }
 

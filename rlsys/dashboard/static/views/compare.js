@@ -100,7 +100,7 @@ function chartOf(name, labels, answers) {
 /** How a run looks on every chart: no two of 44 are alike. */
 export function lookOf(index) {
   const dashes = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
-  return { colour: `--c${(index % 11) + 1}`, dash: dashes[(index + Math.floor(index / 11)) % 4] };
+  return { colour: `--c${(index % 11) + 1}`, dash: dashes[((index % 11) + Math.floor(index / 11)) % 4] };
 }
 
 /** What runs are called here: by name, unless two share one. */

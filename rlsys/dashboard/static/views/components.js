@@ -39,7 +39,7 @@ export async function render(root) {
       ${part("Numbers", html`<dl class="figures">${figure("Reward", number(0.5231), { note: "mean" })}${figure("Tokens", number(1234567))}
         ${figure("Share", percent(0.123))}${figure("Time", duration(7500))}${figure("Entropy", quantity(0.52, "nats"))}</dl>`)}
       ${part("Banners", html`<div class="banners">${banner("", "To know.")}${banner("warn", "To look at.")}${banner("bad", "To act on.")}</div>`)}
-      ${part("Table", html`<${Table} columns=${COLUMNS} rows=${sorted(ROWS, COLUMNS, sort)} id="sample" keyOf=${({ task }) => task} sort=${sort} onSort=${(by) => draw((sort = by))} />
+      ${part("Table", html`<${Table} columns=${COLUMNS} rows=${sorted(ROWS, COLUMNS, sort)} id="sample" keyOf=${({ task }) => task} sort=${sort} onSort=${sortBy} />
         ${pages({ page: 1, size: 3, num: 9, noun: "tasks" }, () => "#/components")}`)}
       ${part("Fields and buttons", html`<div class="tools">${filterField({ label: "Filter", value: "", seek: () => {}, id: "sample-filter" })}
         ${searchField("Find", "", () => "#/components")}${neighbour("previous", "Previous", null)}${neighbour("next", "Next", "#/components")}
@@ -52,7 +52,14 @@ export async function render(root) {
         ${fold("What can be unfolded", html`<p>Unfolded.</p>`)}`)}
       ${part("Nothing, and errors", html`${empty("Nothing to show.", "What to do about it.")}${failure("Page", { message: "nobody answers", address: "api/run" }, () => {})}`)}`,
     );
-  const choose = (changes) => draw((choices = { ...choices, ...changes }));
+  const choose = (changes) => {
+    choices = { ...choices, ...changes };
+    draw();
+  };
+  const sortBy = (by) => {
+    sort = by;
+    draw();
+  };
   draw();
 }
 

@@ -6,7 +6,7 @@ import { html, update } from "../html.js";
 
 export const title = "Configuration";
 
-export async function render(root, place, { run }) {
+export async function render(root, _place, { run }) {
   let sought = "";
   let shown = run;
 
