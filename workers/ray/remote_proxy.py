@@ -18,6 +18,7 @@ import gc
 import os
 import pickle
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -390,8 +391,10 @@ Payload = TypeVar("Payload")
 
 FETCH_S = 60.0
 """Maximum time for a chunk to come from another node; after that, it counts as lost."""
-GATHER_S = 0.02
-"""Time for which a chunk of answers waits for others."""
+GATHER_S = 0.003
+"""Time for which a chunk of answers waits for one more."""
+MAX_GATHER_S = 0.02
+"""Time for which it waits in all."""
 
 
 @dataclass(frozen=True)
@@ -460,7 +463,7 @@ async def answer_in_chunks(
 ) -> AsyncIterator[object]:
     """The actor's side: yields payloads, then answers, of the finished requests, until all are done.
 
-    What ends within `GATHER_S` of another request is one chunk, because each chunk costs both sides a message; the last
+    Requests that end one shortly after the other are one chunk, because each chunk costs both sides a message; the last
     chunk waits for nothing. Answers are (index of the request, answer or its `RlsysError`). Any other error ends the
     stream.
     """
@@ -469,7 +472,8 @@ async def answer_in_chunks(
     try:
         while waiting:
             ready, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if waiting:
+            until_s, others = time.monotonic() + MAX_GATHER_S, ready
+            while waiting and others and time.monotonic() < until_s:
                 others, waiting = await asyncio.wait(waiting, timeout=GATHER_S)
                 ready |= others
             ended = sorted(ready, key=indices.__getitem__)
