@@ -25,9 +25,10 @@ def evaluation_row(done: EvalDone, samples: RolloutFiles | None) -> EvaluationRo
 
 def evaluation_answer(samples: RolloutFiles, dataset: str, step: int, page: int) -> EvaluationAnswer:
     """Describe the tasks of an evaluation. Raises `NoSuch`."""
-    rows = [row_of(record) for record in samples.records(step)]
-    shown = rows[page * PAGE : (page + 1) * PAGE]
-    return EvaluationAnswer(dataset=dataset, step=step, groups=shown, num_groups=len(rows), page=page)
+    shown = [row_of(record) for record in samples.records(step, page * PAGE, PAGE)]
+    return EvaluationAnswer(
+        dataset=dataset, step=step, groups=shown, num_groups=len(samples.group_ids(step)), page=page
+    )
 
 
 def newest_first(done: Iterable[EvalDone]) -> list[EvalDone]:

@@ -30,6 +30,8 @@ OF_NODE: Mapping[str, _Value] = {
     "received": lambda sample: sample.node_received,
 }
 _NAN = float("nan")
+_MOST = 50_000
+"""Samples of a worker in memory; of more, every second one is forgotten."""
 
 
 @dataclass
@@ -52,6 +54,9 @@ class _Samples:
                 columns[name].append(_NAN if value is None else value)
         self.logs.append((sample.log_turn, sample.log_bytes))
         self.last = sample
+        if len(self.times_s) > _MOST:
+            for numbers in (self.times_s, self.logs, *self.worker.values(), *self.node.values()):
+                del numbers[1::2]
 
 
 class MachineUse:

@@ -359,12 +359,17 @@ def _checked(pattern: str) -> str:
 @contextmanager
 def _limited(connection: sqlite3.Connection, seconds: float) -> Iterator[Callable[..., list[tuple]]]:
     """Function that runs a statement, within `seconds` for all."""
-    end_s = time.monotonic() + seconds
+    end_s, is_late = time.monotonic() + seconds, False
 
     def matches(pattern: str, text: str | None) -> bool:
         """Match with a deadline, and without the GIL, so that others are served meanwhile."""
+        nonlocal is_late
         left_s = max(0.001, end_s - time.monotonic())
-        return text is not None and _compiled(pattern).search(text, timeout=left_s, concurrent=True) is not None
+        try:
+            return text is not None and _compiled(pattern).search(text, timeout=left_s, concurrent=True) is not None
+        except TimeoutError:  # in seconds of the processor, which may be sooner
+            is_late = True
+            raise
 
     connection.create_function("matches", 2, matches, deterministic=True)
     connection.create_aggregate("spread", 1, _Spread)  # pyrefly: ignore[bad-argument-type]
@@ -372,7 +377,7 @@ def _limited(connection: sqlite3.Connection, seconds: float) -> Iterator[Callabl
     try:
         yield lambda sql, values=(): connection.execute(sql, values).fetchall()
     except sqlite3.OperationalError as error:
-        if time.monotonic() < end_s:
+        if time.monotonic() < end_s and not is_late:
             raise
         raise BadQuery(f"the query took more than {seconds:.2g} s: narrow it by steps, or by a longer text") from error
     finally:

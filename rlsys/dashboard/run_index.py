@@ -111,6 +111,7 @@ class RunIndex:
             raise IndexProblem(f"the index {self.path} is not updated: the disk has only {free / 2**20:.0f} MiB left")
 
     def _delete(self) -> None:
+        self.share = 0.0
         for end in ("", "-journal"):
             with suppress(OSError):
                 Path(f"{self.path}{end}").unlink()

@@ -7,9 +7,13 @@ for line in log_lines(folder, "rollout-0", machine):
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
 from itertools import chain
 from typing import cast, get_args
+
+import regex
 
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import BadRequest
@@ -20,7 +24,8 @@ from rlsys.monitoring.machine_samples import LOGS, line_of_log
 LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 """From the least to the most severe."""
 MOST_READ = 1 << 20
-"""Bytes read of the end of each log in one request."""
+"""Bytes read of the end of each log in one request, of few logs."""
+_MOST_READ_IN_ALL = 16 << 20
 _MOST_CHARS = 4000
 _PLAIN: LogLevel = "info"
 _LEVEL = re.compile(
@@ -79,23 +84,41 @@ def lines_in(
 
 
 def logs_answer(
-    folder: RunFolder, machine: MachineUse, workers: Sequence[str], level: str, pattern: str, page: int, limit: int
+    folder: RunFolder,
+    machine: MachineUse,
+    workers: Sequence[str],
+    level: str,
+    pattern: str,
+    page: int,
+    limit: int,
+    most_s: float = 5.0,
 ) -> WorkerLogsAnswer:
     """Merge the logs of these workers, or of all, newest line first: those of at least `level` that match the regular
-    expression `pattern`. Raises `BadRequest`."""
+    expression `pattern`. Raises `BadRequest`, also for an expression that takes longer than `most_s`."""
     if level not in LEVELS:
         raise BadRequest(f"level={level!r:.50}: it is one of {', '.join(LEVELS)}")
     try:
-        wanted = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
+        wanted = regex.compile(pattern, regex.IGNORECASE)
+    except (regex.error, OverflowError, RecursionError) as error:
         raise BadRequest(f"q={pattern!r:.200} is no regular expression: {error}") from error
     known = workers_with_logs(folder)
     if unknown := set(workers) - set(known):
         raise BadRequest(f"worker={min(unknown)!r:.200} has no log; those that have: {', '.join(known)}")
-    least = LEVELS.index(level)
-    logs = (log_lines(folder, worker, machine, MOST_READ) for worker in workers or known)
-    found = [
-        line for line in chain.from_iterable(logs) if LEVELS.index(line.level) >= least and wanted.search(line.text)
-    ]
-    found = sorted(found, key=lambda line: line.time_s)[::-1]
-    return WorkerLogsAnswer(found[page * limit : (page + 1) * limit], len(found), page, known)
+    least, until_s = LEVELS.index(level), time.monotonic() + most_s
+    chosen = workers or known
+    most = min(MOST_READ, _MOST_READ_IN_ALL // max(1, len(chosen)))
+    num_found = 0
+
+    def found() -> Iterator[tuple[float, int, WorkerLogLine]]:
+        nonlocal num_found
+        for line in chain.from_iterable(log_lines(folder, worker, machine, most) for worker in chosen):
+            left_s = max(0.001, until_s - time.monotonic())
+            if LEVELS.index(line.level) >= least and wanted.search(line.text, timeout=left_s, concurrent=True):
+                num_found += 1
+                yield line.time_s, num_found, line
+
+    try:
+        newest = [line for *_, line in nlargest((page + 1) * limit, found())]
+    except TimeoutError as error:
+        raise BadRequest(f"q={pattern!r:.200} takes longer than {most_s:g} s") from error
+    return WorkerLogsAnswer(newest[page * limit :], num_found, page, known)

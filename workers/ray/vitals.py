@@ -80,16 +80,16 @@ class Vitals:
             ended.set()
 
     def begin(self, ended: threading.Event) -> None:
-        """Start the thread. It ends with `ended`, or at the first file that cannot be written."""
+        """Start the thread, which ends with `ended`. A sample that cannot be taken or written is left out."""
         threading.Thread(target=self._sample_until, args=(ended,), name="vitals", daemon=True).start()
 
     def _sample_until(self, ended: threading.Event) -> None:
         """Waits between two samples; unblocked by time, or by `ended`."""
-        with suppress(OSError, psutil.Error):
-            while True:
+        while True:
+            with suppress(OSError, psutil.Error):
                 self.sample()
-                if ended.wait(SAMPLE_S):
-                    return
+            if ended.wait(SAMPLE_S):
+                return
 
     def sample(self) -> None:
         """Append a sample; a file that has grown too large begins anew. Raises `OSError`."""
@@ -215,11 +215,13 @@ def _children_of(pid: int) -> Iterator[psutil.Process]:
 
 def _gpu() -> tuple[float | None, int | None]:
     """Busy share and used bytes of this process's GPU; only if it computes on one, and as far as NVML is there."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None, None
-    free, total = torch.cuda.mem_get_info()
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # None while torch is being imported, too
+    used = None
     try:
-        return torch.cuda.utilization() / 100, total - free
-    except (ImportError, RuntimeError):
-        return None, total - free
+        if cuda is not None and cuda.is_initialized():
+            free, total = cuda.mem_get_info()
+            used = total - free
+            return cuda.utilization() / 100, used
+    except Exception:  # noqa: BLE001  (NVML has errors of its own; a sample without these figures is right)
+        return None, used
+    return None, used

@@ -154,12 +154,16 @@ class _CallProcess(Generic[T]):
 
     def expire(self) -> None:
         """Kill the process if its call is late. One that ended by itself is not."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return  # it starts or ends, which may take long, and other calls have deadlines too
+        try:
             running, due_s = self._running, self._due_s
             if running is None or due_s is None or time.monotonic() < due_s or wait([running.ended], 0):
                 return
             self._due_s = None
             running.process.kill()
+        finally:
+            self._lock.release()
 
     def kill(self) -> None:
         with self._lock:

@@ -8,8 +8,11 @@ from pathlib import Path
 import orjson
 import pytest
 
+from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import BadRequest
+from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.worker_logs import logs_answer
 from rlsys.monitoring.machine_samples import MachineSample, described_end, last_lines
 from tests.histories import BEGIN_S, History, Shape
 
@@ -104,6 +107,22 @@ def test_a_wrong_filter_is_refused_with_the_remedy(run: Path, arguments: dict, p
     logged(run, "rollout-0", "one")
     with pytest.raises(BadRequest, match=problem):
         Readings(run.parent).logs("run", **arguments)
+
+
+def test_an_expression_that_takes_too_long_is_refused(run: Path) -> None:
+    logged(run, "rollout-0", "a" * 60 + "b")
+    folder = RunFolder(run.parent, run.name)
+    with pytest.raises(BadRequest, match="takes longer"):
+        logs_answer(folder, MachineUse(folder), (), "debug", "(a|aa)+$", page=0, limit=9, most_s=0.05)
+
+
+def test_of_very_many_samples_older_ones_are_forgotten_and_the_last_stays(run: Path) -> None:
+    sampled(run, "rollout-0", *(replace(SAMPLE, time_s=BEGIN_S + n) for n in range(50_001)))
+    machine = MachineUse(RunFolder(run.parent, run.name))
+    machine.look()
+    for series in machine.answer(points=10**6).series:
+        assert len(series.times_s) == 25_001
+        assert series.times_s[-1] == BEGIN_S + 50_000
 
 
 def test_links_out_of_the_run_are_no_logs(run: Path, tmp_path: Path) -> None:
