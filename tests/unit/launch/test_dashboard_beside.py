@@ -140,7 +140,7 @@ def test_alert_thresholds_are_set_by_name_and_disabled_with_null(tmp_path: Path)
     ("override", "told"),
     [
         ("alerts.entropy_colapse=0.1", "alerts.entropy_colapse: no such alert; did you mean `entropy_collapse`?"),
-        ("alerts.x=1", "alerts.x: no such alert; there are: entropy_collapse, kl_tail, "),
+        ("alerts.x=1", "alerts.x: no such alert; there are: reward_drop, evaluation_drop, "),
         ("alerts.kl_tail=much", "alerts.kl_tail: "),
         ("alerts.kl_tail=.nan", "alerts.kl_tail: "),
         ("dashboard.port=70000", "dashboard.port: "),
