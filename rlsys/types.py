@@ -264,7 +264,8 @@ class Episode:
     began_s: float = field(default=0.0, compare=False)
     """Start of the session, Unix seconds on the clock of its worker; 0 if not recorded."""
     spans: tuple[EpisodeSpan, ...] = field(default=(), compare=False)
-    """What took time in it, by start; empty if not recorded. For people: two episodes with equal tokens are equal."""
+    """Times of its turns, tool calls and environments, by start; empty if not recorded. They are for people:
+    episodes with equal tokens are equal."""
 
     @property
     def seconds(self) -> float | None:

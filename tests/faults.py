@@ -239,7 +239,7 @@ class PlantedFault:
     watched: Watched
     alert: str
     names: str
-    """What the alert must name: a worker, a task, a source, an evaluation, a metric or a key."""
+    """Name that the alert must contain: of a worker, a task, a source, an evaluation, a metric or a key."""
     begins: int
     within: int
     """Steps from its begin to the alert, at most."""
@@ -417,7 +417,7 @@ class _SlowRecorder(FakeActor):
 
 @dataclass(frozen=True)
 class PlantedCause:
-    """What holds a run up, and what the page must say of it."""
+    """Planted cause, and the words that the page must have for it."""
 
     watched: Watched
     who: str
@@ -557,4 +557,4 @@ CAUSES: Mapping[str, PlantedCause] = {
         ["Nobody waits much"],
     ),
 }
-"""What can hold a run up, each planted in a run."""
+"""Causes that can hold a run up, each planted in a run."""

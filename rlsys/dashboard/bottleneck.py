@@ -92,7 +92,7 @@ class _Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What the last steps say."""
+    """Evidence of the last steps, for every cause that may be found."""
 
     history: EventHistory
     bound: int | None

@@ -222,7 +222,7 @@ class Readings:
             return logs_answer(opened.folder, opened.machine, workers, level, q, page, limit)
 
     def failures(self, run: str) -> FailuresAnswer:
-        """Why episodes of training failed."""
+        """Reasons for which episodes of training failed."""
         with self._open(run) as opened:
             return opened.history.failures.answer()
 

@@ -66,7 +66,7 @@ class QueryTable:
     name: str
     help: str
     source: str
-    """What stands behind FROM."""
+    """SQL of the rows: the text after FROM."""
     key: str
     """Expression that is unique for each row."""
     columns: Mapping[str, QueryColumn]

@@ -73,7 +73,7 @@ class InFlightGroup:
     episodes: Group | None = None
     """The rolled-out group, with its scores once it is SCORED."""
     scoring: Busy | None = None
-    """When a reward worker scored it; None: it is not scored."""
+    """Time at which a reward worker scored it; None: it is not scored."""
     columns: dict[str, Ref] = field(default_factory=dict)
     """By signal: a reference to the annotator's column."""
     annotators: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What a process of a run uses, and where its log is: samples in files of the run's folder, one line every few seconds.
+"""Samples of what a process of a run uses of its machine, one line every few seconds in a file of the run's folder.
 
 Each worker appends its own samples to `RUN/machine/WORKER.jsonl`, and writes its output to `RUN/logs/WORKER.log`; so
 does the driver. No message to the driver is involved. A sample has the size of the log at its time, so that lines of a

@@ -103,7 +103,7 @@ class _OneAtATime(_Process):
 
     def setup(self, *args: object) -> None:
         self._worker = self._build(*args)
-        gc.freeze()
+        gc.freeze()  # what it was built of stays, and a collection need not look at it again
 
     def address(self) -> str:
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
@@ -121,7 +121,7 @@ class _ManyAtOnce(_Process):
 
     async def setup(self, *args: object) -> None:
         self._worker = await _result(self._build(*args))
-        gc.freeze()
+        gc.freeze()  # what it was built of stays, and a collection need not look at it again
 
     async def call(self, path: str, *args: object, **kwargs: object) -> object:
         return await _result(self._method(path)(*args, **kwargs))

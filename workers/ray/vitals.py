@@ -217,11 +217,9 @@ def _gpu() -> tuple[float | None, int | None]:
     """Busy share and used bytes of this process's GPU; only if it computes on one, and as far as NVML is there."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # None while torch is being imported, too
     used = None
-    try:
+    with suppress(Exception):  # NVML has errors of its own; a sample without these figures is right
         if cuda is not None and cuda.is_initialized():
             free, total = cuda.mem_get_info()
             used = total - free
             return cuda.utilization() / 100, used
-    except Exception:  # noqa: BLE001  (NVML has errors of its own; a sample without these figures is right)
-        return None, used
     return None, used

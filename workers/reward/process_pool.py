@@ -135,7 +135,8 @@ class _CallProcess(Generic[T]):
             self._discard(self._running)  # it ended between two calls, which is no fault of this one
         running = self._running or self._start()
         answers: list[T] = []
-        self._due_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._due_s = time.monotonic() + timeout_s
         try:
             running.connection.send(arguments)
             wait([running.connection, running.ended])

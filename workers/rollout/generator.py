@@ -81,9 +81,10 @@ class Generator:
         self._engine, self._speech, self._puller = engine, speech, puller
         self._change, self._recorder, self.turns = change, recorder, turns
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
-        self._changing, self._settled = asyncio.Lock(), asyncio.Event()
-        self._settled.set()
+        self._changing = asyncio.Lock()
+        self._settled = asyncio.Event()
         """Not set during a weight change."""
+        self._settled.set()
         self._gate_open = True
         self._is_loading = False
         self._why_closed: WorkerError | None = None
@@ -318,6 +319,7 @@ class Generator:
                 await self._change_to(self._puller, version)
 
     async def _change_to(self, puller: Puller, version: PolicyVersion) -> None:
+        """Change to `version` or newer, unless that has been done meanwhile; the caller holds `_changing`."""
         if not self._gate_open:
             detail = f"an earlier weight change failed, restart the replica: {self._why_closed}"
             raise WeightsMismatch(self.name, "starting a group", detail)
