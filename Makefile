@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 UV := $(PY) requirements/uv.py
 UV_VERSION := 0.13.9
 
-.PHONY: setup setup-dev demo demo-llm check test lint types imports unit with-ray without-ray lock
+.PHONY: setup setup-dev demo demo-llm check test lint types imports unit ray-and-pages all-else lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -30,13 +30,13 @@ check: setup-dev
 
 test: setup-dev
 	@$(TOGETHER) types lint imports
-	@$(TOGETHER) with-ray without-ray
+	@$(TOGETHER) ray-and-pages all-else
 
-with-ray:
-	$(PY) -m pytest -m ray
+ray-and-pages:
+	failed=0; for mark in ray browser; do $(PY) -m pytest -m $$mark || failed=1; done; exit $$failed
 
-without-ray:
-	$(PY) -m pytest -m "not ray"
+all-else:
+	$(PY) -m pytest -m "not ray and not browser"
 
 lint:
 	$(VENV)/bin/ruff check .

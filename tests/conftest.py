@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
         if group == "ray":
             item.add_marker(pytest.mark.ray)
+        if "chromium" in _fixtures_of(item):
+            item.add_marker(pytest.mark.browser)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures start an engine
