@@ -16,8 +16,9 @@ from benchmarks.group_queue import IN_FLIGHT, PRODUCERS, Load, Taken, payload, r
 from rlsys.contracts import Busy, RolledOut
 from rlsys.types import Group
 from tests.groups import episode, group, queue_of
+from workers.ray.call_stream import CallStream, Parcel, answer_in_chunks
 from workers.ray.cluster import NO_MATHS, connect
-from workers.ray.remote_proxy import CallStream, Parcel, Remote, answer_in_chunks, start
+from workers.ray.remote_proxy import Remote, start
 
 DEADLINE_S = 600.0
 

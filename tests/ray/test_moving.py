@@ -13,7 +13,7 @@ from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.types import POLICY, Assignment, Episode, Task
 from tests.jobs import config_of
-from workers.ray.remote_proxy import PayloadRef
+from workers.ray.call_stream import PayloadRef
 from workers.worker_set import WorkerSet
 
 

@@ -19,9 +19,10 @@ from rlsys.errors import PayloadLost
 from rlsys.replay.rollout_log import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
 from tests.groups import group
+from workers.ray.call_stream import CallStream, answer_in_chunks
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.pool import PoolSpec
-from workers.ray.remote_proxy import CallStream, Remote, answer_in_chunks, start
+from workers.ray.remote_proxy import Remote, start
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.train.ranks import ActorRank
 from workers.train.recorder import Recorder

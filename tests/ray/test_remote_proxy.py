@@ -12,8 +12,9 @@ import pytest
 
 from rlsys.errors import DeadlineExceeded, ModelError, WorkerDied, WorkerError
 from rlsys.util.deadlines import remote
+from workers.ray.call_stream import CallStream, answer_in_chunks
 from workers.ray.cluster import NO_MATHS
-from workers.ray.remote_proxy import CallStream, Remote, answer_in_chunks, start
+from workers.ray.remote_proxy import Remote, start
 
 
 class Model:

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.weight_sync.sync import with_deadline
-from workers.ray.remote_proxy import BEATS, CallStream, Chunks, PayloadRef, Remote, successor_name
+from workers.ray.call_stream import CallStream, PayloadRef
+from workers.ray.remote_proxy import BEATS, Chunks, Remote, successor_name
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]

@@ -32,9 +32,10 @@ from rlsys.rewards.reward_function import (
 )
 from rlsys.types import Episode, Group, Score, Task, VersionSpan
 from rlsys.util.deadlines import remote
+from workers.ray.call_stream import Parcel, PayloadRef, answer_in_chunks
 from workers.ray.cluster import Resources
 from workers.ray.pool import Pool, PoolMember, PoolSpec
-from workers.ray.remote_proxy import Chunks, Parcel, PayloadRef, Remote, answer_in_chunks
+from workers.ray.remote_proxy import Chunks, Remote
 from workers.reward.process_pool import CallPool, PoolBroken, ProcessEnded
 from workers.reward.reward_process import LimitedOutput, confine
 

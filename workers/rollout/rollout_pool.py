@@ -17,8 +17,9 @@ from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDi
 from rlsys.loop.router import Router, request_weight
 from rlsys.types import POLICY, Assignment, PolicyVersion, Prompt, ReplicaLoad
 from rlsys.util.deadlines import timeout
+from workers.ray.call_stream import PayloadRef
 from workers.ray.pool import Pool, PoolMember, PoolSpec
-from workers.ray.remote_proxy import Chunks, PayloadRef, Remote
+from workers.ray.remote_proxy import Chunks, Remote
 from workers.relay.relay_pool import RayRelays
 from workers.rollout.generator import Generator
 from workers.rollout.partial_responses import Partials

@@ -20,8 +20,9 @@ from rlsys.errors import ConfigError, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling, Score, Turn
 from rlsys.util.deadlines import remote
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec
+from workers.ray.call_stream import answer_in_chunks
 from workers.ray.cluster import Resources
-from workers.ray.remote_proxy import Remote, answer_in_chunks, place_of, this_worker
+from workers.ray.remote_proxy import Remote, place_of, this_worker
 from workers.rollout.early_ends import EpisodeJudge, GroupEnds, PlayedGroup
 from workers.rollout.generator import REPLACEABLE, Generator, WeightChange
 from workers.rollout.group_route import GroupRoute, PolicyText, Ticket

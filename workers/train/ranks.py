@@ -23,8 +23,8 @@ from rlsys.types import Distribution, Episode, Group, PolicyVersion
 from rlsys.util.deadlines import remote
 from rlsys.util.files import flush
 from rlsys.weight_sync.manifest import Rectangle
+from workers.ray.call_stream import Parcel
 from workers.ray.cluster import Resources
-from workers.ray.remote_proxy import Parcel
 from workers.transport.publisher import WeightPublisher
 from workers.transport.route import Route
 

@@ -12,7 +12,7 @@ from rlsys.errors import CheckpointError
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.util.deadlines import remote
-from workers.ray.remote_proxy import Parcel
+from workers.ray.call_stream import Parcel
 from workers.text.tokenizer import TextTokenizer
 from workers.train.token_columns import Reader, Speller, TokenColumns
 

@@ -10,7 +10,7 @@ from rlsys.batch.samples import samples_in
 from rlsys.number_arrays import FloatArray
 from rlsys.types import POLICY, Distribution, Episode
 from rlsys.util.deadlines import remote
-from workers.ray.remote_proxy import Parcel
+from workers.ray.call_stream import Parcel
 from workers.train.ranks import StepParcel
 
 if TYPE_CHECKING:

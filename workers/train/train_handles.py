@@ -16,7 +16,8 @@ from rlsys.contracts import Published, TrainedGroup, TrainStats
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import unless
-from workers.ray.remote_proxy import Parcel, PayloadRef, Remote
+from workers.ray.call_stream import Parcel, PayloadRef
+from workers.ray.remote_proxy import Remote
 from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.recorder import Recorder

@@ -19,8 +19,9 @@ from rlsys.errors import WorkerDied
 from rlsys.loop.router import KV_FULL, OVERLOAD, Router, RouterLoad, choose, request_weight
 from rlsys.types import Acknowledged, Assignment, EngineStats, Task
 from tests.groups import group
+from workers.ray.call_stream import PayloadRef
 from workers.ray.pool import PoolMember, PoolSpec
-from workers.ray.remote_proxy import PayloadRef, Remote
+from workers.ray.remote_proxy import Remote
 from workers.rollout.rollout_pool import ANSWER_S, RolloutPool
 from workers.rollout.rollout_worker import RolloutWorker
 

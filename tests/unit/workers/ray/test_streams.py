@@ -10,7 +10,8 @@ from ray.exceptions import RayTaskError
 
 from rlsys.errors import DeadlineExceeded, WorkerError
 from rlsys.simulate.virtual_clock import run_virtual
-from workers.ray.remote_proxy import GATHER_S, CallStream, answer_in_chunks, call
+from workers.ray.call_stream import GATHER_S, CallStream, answer_in_chunks
+from workers.ray.remote_proxy import call
 
 
 def test_a_timeout_raised_in_the_worker_is_no_deadline():

@@ -15,8 +15,9 @@ from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, T
 from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.types import POLICY, Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
 from tests.groups import group as group_of
+from workers.ray.call_stream import CallStream, PayloadRef
 from workers.ray.pool import PoolMember, PoolSpec
-from workers.ray.remote_proxy import CallStream, PayloadRef, Remote
+from workers.ray.remote_proxy import Remote
 from workers.rollout.partial_responses import Partials
 from workers.rollout.rollout_pool import ANSWER_S, RolloutPool
 from workers.rollout.rollout_worker import RolloutWorker
