@@ -159,7 +159,8 @@ def test_on_a_gpu_it_equals_the_cpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_the_gradient_of_a_shared_prompt_has_the_same_bits_every_time() -> None:
     device = torch.device("cuda")
-    model = torch.nn.Module.to(tiny_qwen3(), device)
+    model = tiny_qwen3()
+    torch.nn.Module.to(model, device)
     rng = random.Random(0)
     batch = micro_batch([random_sample(rng, (1, 2, 3)) for _ in range(32)]).to(device)
 
