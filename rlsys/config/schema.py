@@ -389,7 +389,7 @@ class TrainSection(Section):
     an update, 6 bytes a parameter in bfloat16."""
     offload: bool = False
     """True to keep shards, gradients and optimizer state in host memory: a rank's GPU has only what it computes with,
-    and the optimizer runs on the CPU. It never ran on a GPU; a rank on a CPU has its state in host memory anyway."""
+    and the optimizer runs on the CPU. A rank on a CPU has its state in host memory anyway."""
     lora: LoraSection | None = None
     """Adapters that are trained instead of all weights, for the policy and the critic; null: none. `lora: {}` has the
     defaults."""

@@ -1,7 +1,7 @@
 """Defaults that follow from the device: `model.dtype`, `rollout.slots` and `train.micro_batch_tokens`.
 
 On CPUs they are constants. On GPUs they come from the model and the memory plan, once, when a run is started; its
-`config.resolved.yaml` has them, and a resume takes them from there. No run with the values for GPUs ever ran on one.
+`config.resolved.yaml` has them, and a resume takes them from there.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ def hidden_states(model: PreTrainedModel, mb: MicroBatch, context: ContextGroup 
     row, before_N = AttentionRow.of(mb.until_R, mb.positions_R, context), mb.before_N
     row.routing_PW = mb.routing_RW if context is None or mb.routing_RW is None else context.own(mb.routing_RW)
     if context is None:
-        return row_states(model, mb.tokens_R, mb.positions_R, row).index_select(0, before_N)
+        return rows_of(row_states(model, mb.tokens_R, mb.positions_R, row), before_N)
     states_PH = row_states(model, context.own(mb.tokens_R), context.own(mb.positions_R), row)
-    return states_PH.index_select(0, before_N[context.own_tokens(mb)] % len(states_PH))
+    return rows_of(states_PH, before_N[context.own_tokens(mb)] % len(states_PH))
 
 
 def row_states(model: PreTrainedModel, tokens_R: Tensor, positions_R: Tensor, row: AttentionRow) -> Tensor:
@@ -126,6 +126,12 @@ def row_states(model: PreTrainedModel, tokens_R: Tensor, positions_R: Tensor, ro
         use_cache=False,
     ).last_hidden_state
     return hidden_1RH[0]
+
+
+def rows_of(states_RH: Tensor, indices_N: Tensor) -> Tensor:
+    """Return rows of a matrix, `(N, H)`. On CUDA the gradient of `index_select` adds up those of a repeated row in any
+    order; this adds them up in one."""
+    return nn.functional.embedding(indices_N, states_RH)
 
 
 def _token_logprobs(

@@ -23,7 +23,7 @@ from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import ModelError
 from rlsys.types import Distribution
 from workers.train.activations import checkpoint_layers, decoder_layers
-from workers.train.logprobs import MAX_LOGITS, row_states, token_logprobs
+from workers.train.logprobs import MAX_LOGITS, row_states, rows_of, token_logprobs
 from workers.train.lora import adapter_of, add_adapter
 from workers.train.model_loading import check_exists, outline
 from workers.train.output_layer import OutputLayer
@@ -176,7 +176,7 @@ def _split(config: PreTrainedConfig, tensor: int, *, has_experts: bool) -> None:
 
 
 def memory_of_gpu() -> int | None:
-    """Return the memory of this machine's first GPU; None without one. Never ran on a machine with a GPU."""
+    """Return the memory of this machine's first GPU; None without one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
@@ -265,7 +265,7 @@ def _count_forward(model: PreTrainedModel, positions: int) -> list[int]:
 def _hidden(model: PreTrainedModel, positions: int) -> Tensor:
     """Hidden states of one row of so many tokens, each of which is trained."""
     indices_R = torch.arange(positions, device=META)
-    return row_states(model, indices_R, indices_R, OneRun(positions)).index_select(0, indices_R)
+    return rows_of(row_states(model, indices_R, indices_R, OneRun(positions)), indices_R)
 
 
 def _logprobs(model: PreTrainedModel, hidden_NH: Tensor) -> Tensor:

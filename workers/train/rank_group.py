@@ -73,6 +73,8 @@ class RankGroup:
         """Return the ranks as a mesh with these dimensions, outermost first. Collective."""
         if not dist.is_initialized():
             dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)  # else a mesh guesses
         return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from rlsys.batch.tensors import MicroBatch
 from rlsys.errors import ModelError
 from rlsys.types import Distribution, VersionSpan
 from tests.models import VOCAB, random_prompt, random_sample, tiny_llama, tiny_qwen3
+from tests.training import differing
 from workers.train.logprobs import score, trained_logprobs
 from workers.train.row_attention import AttentionRow, row_attention
 
@@ -49,7 +50,7 @@ def plain(model: PreTrainedModel, samples: list[Sample], temperature: float) -> 
 def gradients(model: PreTrainedModel, logprobs_N: Tensor) -> dict[str, Tensor]:
     """Of a sum in which every token has a weight of its own."""
     model.zero_grad()
-    (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
+    (logprobs_N * torch.linspace(-1, 1, len(logprobs_N), device=logprobs_N.device)).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -152,3 +153,20 @@ def test_on_a_gpu_it_equals_the_cpu() -> None:
     torch.nn.Module.to(model, device)
     actual_N, _ = trained_logprobs(model, batch.to(device), Distribution(1.0))
     torch.testing.assert_close(actual_N.cpu(), expected_N, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_the_gradient_of_a_shared_prompt_has_the_same_bits_every_time() -> None:
+    device = torch.device("cuda")
+    model = tiny_qwen3()
+    torch.nn.Module.to(model, device)
+    rng = random.Random(0)
+    batch = micro_batch([random_sample(rng, (1, 2, 3)) for _ in range(32)]).to(device)
+
+    def computed() -> dict[str, Tensor]:
+        return gradients(model, trained_logprobs(model, batch, Distribution(1.0))[0])
+
+    first = computed()
+    for _ in range(10):
+        assert differing(computed(), first) == []
