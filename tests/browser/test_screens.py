@@ -42,7 +42,8 @@ VIEWS = {
     "config": ("config", "small", {}),
     "evaluations": ("evaluations", "small", {}),
     "tables": ("tables", "small", {"table": "episodes", "filter": "reward < 0.5", "order": "length desc"}),
-    "worker log": ("log", "small", {"of": "workers"}),
+    "samples": ("evaluations", "small", {"dataset": "held_out", "step": 29}),
+    "grouped runs": ("runs", None, {"group": "algorithm"}),
     "components": ("components", None, {}),
 }
 _READABLE = (Path(__file__).parent / "readable.js").read_text()
