@@ -66,10 +66,6 @@ def _runs(readings: Readings, tables: Tables) -> APIRouter:
         tables.prepare(run)
         return Answer(readings.run(run))
 
-    @get("/log")
-    def log(run: Run, before: Whole | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> Answer:
-        return Answer(readings.log(run, before, limit))
-
     @get("/series")
     def series(
         run: Run,
@@ -101,17 +97,6 @@ def _runs(readings: Readings, tables: Tables) -> APIRouter:
     @get("/machine")
     def machine(run: Run, points: Annotated[int, Query(ge=2, le=10_000)] = 500) -> Answer:
         return Answer(readings.machine(run, points))
-
-    @get("/logs")
-    def logs(
-        run: Run,
-        worker: Annotated[list[Name] | None, Query(max_length=500)] = None,
-        level: str = "debug",
-        q: Name = "",
-        page: Whole = 0,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
-    ) -> Answer:
-        return Answer(readings.logs(run, worker or (), level, q, page, limit))
 
     @get("/failures")
     def failures(run: Run) -> Answer:

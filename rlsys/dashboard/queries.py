@@ -36,7 +36,6 @@ from rlsys.dashboard.responses import (
     GroupAnswer,
     GroupsAnswer,
     LedgerAnswer,
-    LogAnswer,
     MachineAnswer,
     MetricsAnswer,
     RunAnswer,
@@ -44,12 +43,10 @@ from rlsys.dashboard.responses import (
     RunSummary,
     SeriesAnswer,
     TaskAnswer,
-    WorkerLogsAnswer,
 )
 from rlsys.dashboard.rollout_listing import neighbours
 from rlsys.dashboard.run_preview import Glimpses
 from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
-from rlsys.dashboard.worker_logs import logs_answer
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
@@ -114,14 +111,6 @@ class Readings:
                 steps_written=(steps[0], steps[-1]) if steps else None,
                 policies=self._policies(opened.folder),
             )
-
-    def log(self, run: str, before: int | None = None, limit: int = 200) -> LogAnswer:
-        """Log in words, newest first."""
-        with self._open(run) as opened:
-            log = opened.history.log
-            end = len(log) if before is None else max(0, min(before, len(log)))
-            begin = max(0, end - limit)
-            return LogAnswer(log[begin:end][::-1], begin or None)
 
     def series(
         self,
@@ -195,20 +184,6 @@ class Readings:
         with self._open(run) as opened:
             opened.machine.look()
             return opened.machine.answer(points)
-
-    def logs(
-        self,
-        run: str,
-        workers: Sequence[str] = (),
-        level: str = "debug",
-        q: str = "",
-        page: int = 0,
-        limit: int = 200,
-    ) -> WorkerLogsAnswer:
-        """Output of the workers."""
-        with self._open(run) as opened:
-            opened.machine.look()
-            return logs_answer(opened.folder, opened.machine, workers, level, q, page, limit)
 
     def failures(self, run: str) -> FailuresAnswer:
         """Reasons for which episodes of training failed."""

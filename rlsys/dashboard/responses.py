@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from rlsys.monitoring.alerts import Alert
 from rlsys.types import EpisodeSpan, Json
@@ -70,15 +70,6 @@ class RunsAnswer:
     """Newest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """Event in words."""
-
-    time_s: float
-    kind: str
-    text: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAnswer:
     """`/api/run?run=`"""
@@ -103,14 +94,6 @@ class RunAnswer:
     """First and last step with readable rollouts."""
     policies: Sequence[RunSummary]
     """Summaries of the policies, each of which is also a run; empty for one policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogAnswer:
-    """`/api/log?run=&before=&limit=`: newest first; `before` is an index from an earlier answer, for paging."""
-
-    lines: Sequence[LogLine]
-    next_before: int | None
 
 
 Axis = Literal["step", "time", "tokens", "samples"]
@@ -527,34 +510,6 @@ class PendingRow:
     """True if it takes far longer than other groups."""
 
 
-LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLogLine:
-    """A line of a worker's output."""
-
-    time_s: float
-    """At most a few seconds after it was written; the clock is that of the worker's node."""
-    worker: str
-    level: LogLevel
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLogsAnswer:
-    """`/api/logs?run=&worker=&level=&q=&page=&limit=`: output of these workers, or of all, newest line first.
-
-    Only lines of at least `level` that match the regular expression `q`, of the last 1 MiB of each file.
-    """
-
-    lines: Sequence[WorkerLogLine]
-    num_lines: int
-    page: int
-    workers: Sequence[str]
-    """All that have a log."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRow:
     """Last sample of a worker; a value that it does not have is null."""
@@ -684,6 +639,8 @@ class TableAnswer:
     offset: int
     indexed: float
     """Share of the run that the index covers; below 1 while it is built."""
+    problem: str
+    """Reason for which rows that the run wrote last are missing; empty if they are not."""
 
 
 @dataclass(frozen=True, slots=True)

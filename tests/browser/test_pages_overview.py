@@ -88,6 +88,15 @@ def test_a_point_of_a_compared_curve_opens_the_step_of_its_run(visit: Visit) -> 
     expect(see(page, "title")).to_have_text("Groups of step 1")
 
 
+def test_rewards_of_the_runs_shown_over_wall_time_are_two_choices_away(visit: Visit) -> None:
+    page = visit("runs")
+    see(page, "compare").click()
+    shown(page, "compare")
+    see(page, "x-axis").select_option("time")
+    expect(see(page, "chart-reward/mean").get_by_test_id("unit-x")).to_contain_text("time since the run began")
+    expect(see(page, "legend-reward/mean")).to_contain_text("planted")
+
+
 def test_one_run_is_not_compared_with_nothing(visit: Visit) -> None:
     expect(see(visit("compare", run=["small"]), "empty")).to_contain_text("Two runs are needed")
 

@@ -74,6 +74,7 @@ export async function tableView(root, place, { signal, run }, options) {
         ${ASKED.some((name) => own[name]) && html`<a class="button" href=${preset({})} data-testid="show-all">All</a>`}</nav>`}
       ${questions()}
       ${problem && banner("bad", problem, { id: "refused", role: "alert" })}
+      ${answer?.problem && banner("warn", answer.problem, { id: "stale-index" })}
       ${answer?.indexed < 1 && banner("", `${percent(answer.indexed)} of the run is indexed so far; the rest follows.`, { id: "indexing" })}
       ${answer && rows()}${page}
       ${fold("Columns, and how to filter", described && columnHelp(described), { id: "columns", ontoggle: ({ target }) => target.open && !described && describe() })}`);

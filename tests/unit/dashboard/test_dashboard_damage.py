@@ -31,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(readings: Readings) -> Iterator[object]:
     """Ask every question about the run, and those whose answers lie in its first, middle and last step."""
-    for question in (readings.run, readings.log, readings.metrics, readings.alerts, readings.cluster, readings.ledger):
+    for question in (readings.run, readings.metrics, readings.alerts, readings.cluster, readings.ledger):
         with suppress(RlsysError):
             yield question("run")
     for ask in (

@@ -667,20 +667,6 @@ def test_thresholds_of_alerts_are_those_of_the_run(history: History) -> None:
     assert (rules["equal_groups"], rules["idle_side"]) == (None, 0.25)
 
 
-def test_the_log_is_read_backwards_page_by_page(runs: Path) -> None:
-    readings = Readings(runs)
-    whole = readings.log("small", limit=1000)
-    assert (whole.lines[0].text, whole.next_before) == ("finished after step 30", None)
-    pages, before = [], None
-    while True:
-        page = readings.log("small", before, 4)
-        pages += page.lines
-        before = page.next_before
-        if before is None:
-            break
-    assert pages == list(whole.lines)
-
-
 def test_one_run_can_be_served_by_itself(runs: Path) -> None:
     readings = Readings(runs / "small")
     assert [row.id for row in readings.runs().runs] == ["."]

@@ -75,7 +75,6 @@ def url(folder: Path) -> Iterator[str]:
 ADDRESSES = {
     "/api/runs": answers.RunsAnswer,
     "/api/run?run=small": answers.RunAnswer,
-    "/api/log?run=small&limit=5": answers.LogAnswer,
     "/api/series?run=small&name=reward/mean&name=eval/*&points=10": answers.SeriesAnswer,
     "/api/metrics?run=small": answers.MetricsAnswer,
     "/api/alerts?run=small": answers.AlertsAnswer,
@@ -87,7 +86,6 @@ ADDRESSES = {
     "/api/ledger?run=small": answers.LedgerAnswer,
     "/api/evaluations?run=small": answers.EvaluationsAnswer,
     "/api/machine?run=small": answers.MachineAnswer,
-    "/api/logs?run=small&level=info&q=a.b": answers.WorkerLogsAnswer,
     "/api/compare?run=small&run=small": answers.CompareAnswer,
     "/api/failures?run=small": answers.FailuresAnswer,
     "/api/tables?run=small": answers.TablesAnswer,
@@ -151,7 +149,6 @@ def test_what_the_addresses_are_asked_for_reaches_the_reader(url: str) -> None:
     series = ask(url, "/api/series?run=small&name=reward/mean&name=loss&points=10").json["series"]
     assert [one["name"] for one in series] == ["reward/mean", "loss"]
     assert ask(url, "/api/group?run=small&step=1&group_id=2").json["group_id"] == 2
-    assert [len(ask(url, f"/api/log?run=small&limit={n}").json["lines"]) for n in (1, 3)] == [1, 3]
 
 
 def test_a_metric_that_is_not_a_number_is_null(tmp_path: Path) -> None:
@@ -172,7 +169,6 @@ def test_a_metric_that_is_not_a_number_is_null(tmp_path: Path) -> None:
         (f"/api/group?run=small&step={10**30}&group_id=0", "step: "),
         ("/api/cluster?run=small&from=nan", "from: "),
         ("/api/series?run=small&name=loss&points=1000000000", "points: "),
-        ("/api/log?run=small&limit=1000000000", "limit: "),
         ("/api/table?run=small&table=episodes&filter=rewrd+<+1", "did you mean `reward`?"),
         ("/api/table?run=small&table=episodes&limit=1000000", "limit: "),
         ("/api/table?table=episodes", "run: "),
