@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.browser.conftest import NARROW, WIDE, Complaints, address_of, shown
+from tests.browser.onpage import SCHEMES, VIEWS
 from tests.dashboards import served
 from tests.histories import History, Shape
 
@@ -26,27 +27,7 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
 SCREENS = os.environ.get("RLSYS_SCREENS", "")
-VIEWS = {
-    "runs": ("runs", None, {}),
-    "compare": ("compare", None, {"run": ["small", "planted"]}),
-    "overview": ("overview", "planted", {}),
-    "groups": ("groups", "small", {"step": 12}),
-    "group": ("group", "small", {"step": 12, "group_id": 69}),
-    "episode": ("episode", "small", {"step": 12, "group_id": 69, "episode": 0}),
-    "tasks": ("tasks", "small", {}),
-    "task": ("task", "small", {"task": "task-3"}),
-    "cluster": ("cluster", "planted", {}),
-    "ledger": ("ledger", "planted", {}),
-    "alerts": ("alerts", "planted", {}),
-    "log": ("log", "small", {}),
-    "config": ("config", "small", {}),
-    "evaluations": ("evaluations", "small", {}),
-    "tables": ("tables", "small", {"table": "episodes", "filter": "reward < 0.5", "order": "length desc"}),
-    "worker log": ("log", "small", {"of": "workers"}),
-    "components": ("components", None, {}),
-}
 _READABLE = (Path(__file__).parent / "readable.js").read_text()
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 @pytest.mark.parametrize("name", VIEWS)

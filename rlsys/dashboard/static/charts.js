@@ -276,7 +276,7 @@ export class Chart extends Component {
     return html`${help && html`<p>${help}.</p>`}<div class="tools">
         <button type="button" data-testid=${`csv-${id}`} onclick=${() => saveCsv(title, csvOf(x, this.lines.map(named), rows))}>CSV</button>
         <button type="button" data-testid=${`png-${id}`} onclick=${() => savePng(this.plot, look())}>PNG</button></div>
-      <${Table} ...${{ columns, rows: shown, id: `table-${id}`, caption }} />`;
+      <div class="numbers" role="region" tabindex="0" aria-label=${`Numbers of ${title}`}><${Table} ...${{ columns, rows: shown, id: `table-${id}`, caption }} /></div>`;
   }
 }
 

@@ -32,6 +32,7 @@ export function Table({ columns, rows, id, caption, keyOf, rowClass, sort, onSor
 
 function Heading({ column, kind, sort, onSort }) {
   const { label, title } = column;
+  if (!label) return html`<td></td>`;
   if (!onSort || !(column.value || column.field)) return html`<th class=${kind} scope="col" title=${title}>${label}</th>`;
   const by = sort?.replace(/^-/, "") === label ? (sort.startsWith("-") ? "descending" : "ascending") : null;
   const next = by === "descending" ? label : by === "ascending" || !column.isNumber ? (by ? `-${label}` : label) : `-${label}`;

@@ -46,6 +46,7 @@ export async function render(root, { run: id, query }, { signal, run }) {
       html`<h1 class="visually-hidden">Overview</h1>
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
+        <h2 class="visually-hidden">Reward and evaluation</h2>
         <dl class="hero" data-testid="figures">${heroes(run.summary, told)}</dl>
         <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
       ${openAlerts(open, id)}

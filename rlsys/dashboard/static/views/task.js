@@ -26,7 +26,7 @@ export async function render(root, place, { signal }) {
     update(
       root,
       html`${head(place.run, answer)}
-      ${trained.length > 0 && html`<div key="charts" class="charts">
+      ${trained.length > 0 && html`<h2 class="visually-hidden">Over the steps</h2><div key="charts" class="charts">
         <${Chart} id="task-reward" title="Reward" noun="reward" help=${REWARD} lines=${rewards} pick=${pick} />
         <${Chart} id="task-length" title="Length" unit="tokens" help="Tokens sampled in an episode, mean" lines=${[line("mean", "length_mean", "line")]} pick=${pick} /></div>`}
       ${answer.points.length ? history(place.run, answer) : empty("This task was not rolled out yet.", "It appears here with its first group.")}`,
