@@ -25,7 +25,7 @@ export async function render(root, place, { signal, run }) {
       root,
       html`${head}${sums(answer)}${verdict(answer)}
       <section key="pending"><h2>Pending groups</h2>${pendingTable(place.run, answer)}</section>
-      <section key="dropped"><h2>Dropped groups</h2>${droppedTable(answer)}</section>`,
+      <section key="dropped"><h2>Dropped groups</h2>${droppedTable(place.run, answer)}</section>`,
     );
   }
   await load(run);
@@ -80,11 +80,12 @@ function pendingTable(run, answer) {
   return html`<${Table} columns=${columns} rows=${byUrgency(answer.pending)} id="pending" keyOf=${(row) => row.group_id} rowClass=${rowClass} />`;
 }
 
-function droppedTable(answer) {
+function droppedTable(run, answer) {
   const rows = Object.entries(answer.dropped).sort(([, a], [, b]) => b - a);
   if (!rows.length) return html`<p class="muted" data-testid="none-dropped">No group was dropped.</p>`;
+  const which = (reason) => link("tables", run, { table: "logs", filter: `kind = group_dropped and text contains "): ${reason}"` });
   const columns = [
-    { label: "Reason", isHead: true, cell: ([reason]) => reason },
+    { label: "Reason", isHead: true, cell: ([reason]) => html`<a href=${which(reason)} data-row title="Which groups, and why">${reason}</a>` },
     { label: "Groups", isNumber: true, cell: ([, num]) => number(num) },
     { label: "Share of issued", isNumber: true, cell: ([, num]) => percent(num / Math.max(answer.num_issued, 1)) },
     { label: "It means", cell: ([reason]) => MEANINGS[reason] ?? "" },

@@ -47,7 +47,7 @@ export async function render(root, { run: id, query }, { signal, run }) {
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
         <h2 class="visually-hidden">Reward and evaluation</h2>
-        <dl class="hero" data-testid="figures">${heroes(run.summary, told)}</dl>
+        <dl class="hero" data-testid="figures">${heroes(id, run.summary, told)}</dl>
         <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
       ${openAlerts(open, id)}
       ${run.policies.length > 0 && policyTable(run.policies)}
@@ -55,6 +55,7 @@ export async function render(root, { run: id, query }, { signal, run }) {
       ${waiting(bottleneck, id)}
       ${facts(run.summary, told)}
       ${isThere && chartTools(choices, choose)}
+      ${choices.zoom && choices.x === "step" && html`<p key="tasks" class="small"><a href=${tasksIn(id, choices.zoom)}>Tasks that lost most between these steps</a></p>`}
       ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
       ${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}>
         <h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}
@@ -121,6 +122,11 @@ function lineOf({ name, unit, help, steps, xs, values }) {
   return { name, label: name.split("/").at(-1), unit, help, steps, xs: xs ?? steps, ys: values };
 }
 
+/** The tasks by what they lost in the stretch that is looked at. */
+function tasksIn(id, [from, to]) {
+  return link("tables", id, { table: "tasks", from: Math.max(Math.floor(from), 0), to: Math.ceil(to), order: "change" });
+}
+
 /** The first and last x of any of them. */
 function spanOf(series) {
   const told = series.map(({ xs, steps }) => xs ?? steps).filter(({ length }) => length);
@@ -139,13 +145,14 @@ function marksOf(lines, alerts) {
 }
 
 /** Reward and evaluations, in the largest type. */
-function heroes(summary, { series }) {
+function heroes(id, summary, { series }) {
   const find = (name) => series.find((one) => one.name === name);
   const last = (name) => find(name)?.values.findLast((value) => value !== null) ?? null;
   const first = find("reward/mean")?.values.find((value) => value !== null);
-  const failed = (share) => (share ? html`<span class="bad-text">${percent(share)} failed</span>` : "");
+  const why = link("tables", id, { table: "episodes", filter: "failed", group: "reason" });
+  const failed = (share, href) => (share ? html`<a class="bad-text" href=${href}>${percent(share)} failed</a>` : "");
   const reward = summary.reward !== null && html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
-    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${failed(last("reward/failed_frac"))}</small></dd></div>`;
+    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${failed(last("reward/failed_frac"), why)}</small></dd></div>`;
   const evaluations = series.filter(({ name }) => /^eval\/.+\/mean$/.test(name));
   return [
     reward,
@@ -155,7 +162,7 @@ function heroes(summary, { series }) {
       const best = Math.max(...known);
       const at = steps[values.indexOf(best)];
       return html`<div class="figure" key=${name} data-testid=${index ? null : "figure-evaluation"} title=${`Evaluation of ${data}`}>
-        <dt>${data}, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
+        <dt>${data}, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`), link("evaluations", id))}</small></dd></div>`;
     }),
   ];
 }
