@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -32,7 +32,7 @@ class Hand:
     page: Page
     num_clicks: int = 0
 
-    def press(self, name: str, role: str = "link", within: Locator | None = None) -> None:
+    def press(self, name: str, role: Literal["link", "button"] = "link", within: Locator | None = None) -> None:
         """Click on the first link, button or the like of this name."""
         self._count()
         (within or self.page).get_by_role(role, name=name).first.click()
