@@ -132,8 +132,8 @@ def _rollouts(readings: Readings) -> APIRouter:
     router, get = _router()
 
     @get("/groups")
-    def groups(run: Run, step: Whole | None = None, page: Whole = 0, show: str = "all", q: Name = "") -> Answer:
-        return Answer(readings.groups(run, step, page, show, q))
+    def groups(run: Run, step: Whole | None = None) -> Answer:
+        return Answer(readings.groups(run, step))
 
     @get("/group")
     def group(run: Run, step: Whole, group_id: Whole, dataset: Name = "") -> Answer:
@@ -147,17 +147,9 @@ def _rollouts(readings: Readings) -> APIRouter:
     def evaluations(run: Run) -> Answer:
         return Answer(readings.evaluations(run))
 
-    @get("/evaluation")
-    def evaluation(run: Run, dataset: Name, step: Whole, page: Whole = 0) -> Answer:
-        return Answer(readings.evaluation(run, dataset, step, page))
-
     @get("/task")
     def task(run: Run, task: Name) -> Answer:
         return Answer(readings.task(run, task))
-
-    @get("/tasks")
-    def tasks(run: Run, q: Name = "", page: Whole = 0) -> Answer:
-        return Answer(readings.tasks(run, q, page))
 
     return router
 

@@ -207,10 +207,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsAnswer:
-    """`/api/groups?run=&step=&page=&show=&q=`: groups trained by a step; without `step`, by the newest.
-
-    `show` is `all`, `zero_std`, `failed` or `truncated`; `q` is part of a task's id. `page` counts from 0, 50 a page.
-    """
+    """`/api/groups?run=&step=`: groups trained by a step; without `step`, by the newest."""
 
     step: int | None
     """None: no trained group was reported or written."""
@@ -219,9 +216,6 @@ class GroupsAnswer:
     first_step: int | None
     last_step: int | None
     groups: Sequence[GroupRow]
-    num_groups: int
-    """Groups on all pages."""
-    page: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +231,8 @@ class EvaluationRow:
     """Reason for which samples failed -> number of them."""
     seconds: float | None
     has_samples: bool
-    """True if the samples were written: `/api/evaluation` lists them."""
+    """True if the samples were written: the table `samples` lists them, and `/api/group` and `/api/episode` take their
+    `dataset` and `step`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +240,6 @@ class EvaluationsAnswer:
     """`/api/evaluations?run=`: every evaluation, newest first."""
 
     evaluations: Sequence[EvaluationRow]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationAnswer:
-    """`/api/evaluation?run=&dataset=&step=&page=`: the tasks of an evaluation whose samples were written, 50 per page.
-
-    `/api/group` and `/api/episode` take the same `dataset` and `step`.
-    """
-
-    dataset: str
-    step: int
-    groups: Sequence[GroupRow]
-    num_groups: int
-    page: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,26 +381,6 @@ class TaskAnswer:
 
     task_id: str
     points: Sequence[TaskPoint]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """A task in the list of tasks."""
-
-    task_id: str
-    num_groups: int
-    first_reward: float | None
-    last_reward: float | None
-    last_step: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class TasksAnswer:
-    """`/api/tasks?run=&q=&page=`: tasks by id, 50 a page; `q` is part of the id."""
-
-    tasks: Sequence[TaskRow]
-    num_tasks: int
-    page: int
 
 
 @dataclass(frozen=True, slots=True)

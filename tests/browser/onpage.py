@@ -26,7 +26,8 @@ VIEWS: Mapping[str, tuple[str, str | None, Mapping[str, object]]] = {
     "config": ("config", "small", {}),
     "evaluations": ("evaluations", "small", {}),
     "tables": ("tables", "small", {"table": "episodes", "filter": "reward < 0.5", "order": "length desc"}),
-    "worker log": ("log", "small", {"of": "workers"}),
+    "samples": ("evaluations", "small", {"dataset": "held_out", "step": 29}),
+    "grouped runs": ("runs", None, {"group": "algorithm"}),
     "components": ("components", None, {}),
 }
 """Every view as `conftest.visit` takes it, by a name: of the run that has the most to show in it."""

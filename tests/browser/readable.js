@@ -49,7 +49,7 @@
         if (/auto|scroll/.test(overflowX)) break; // one can go there
         if (at.closest("[title]") && (textOverflow === "ellipsis" || webkitLineClamp !== "none")) break;
         const by = at.getBoundingClientRect();
-        if (overflowX !== "visible" && (box.left < by.left - 1 || box.right > by.right + 1)) wrong.add(`${text} (by ${at.className})`);
+        if (overflowX !== "visible" && (box.left < by.left - 1 || box.right > by.right + 1 || box.bottom > by.bottom + 4)) wrong.add(`${text} (by ${at.className})`);
         if (at.parentElement === document.body && (box.left < 0 || box.right > innerWidth)) wrong.add(`${text} (by the window)`);
       }
     }
@@ -87,14 +87,14 @@
     return found;
   },
 
-  /** Is a line within all boxes that scroll? One beyond their edge is there when somebody scrolls to it. */
+  /** Is a line within all boxes that scroll, or show so many lines? One beyond their edge is there for who scrolls. */
   isSeen(node, box) {
     for (let at = node; at && at !== document.body; at = at.parentElement) {
       const style = getComputedStyle(at);
       if (style.position === "sticky") return false; // it may stand over what scrolls under it
       const by = at.getBoundingClientRect();
-      if (/auto|scroll/.test(style.overflowY) && (box.bottom > by.bottom + 1 || box.top < by.top - 1)) return false;
-      if (/auto|scroll/.test(style.overflowX) && (box.right > by.right + 1 || box.left < by.left - 1)) return false;
+      if ((/auto|scroll/.test(style.overflowY) || style.webkitLineClamp !== "none") && (box.bottom > by.bottom + 1 || box.top < by.top - 1)) return false;
+      if ((/auto|scroll/.test(style.overflowX) || style.textOverflow === "ellipsis") && (box.right > by.right + 1 || box.left < by.left - 1)) return false;
     }
     return box.width > 0;
   },

@@ -35,7 +35,7 @@ class Hand:
     def press(self, name: str, role: Literal["link", "button"] = "link", within: Locator | None = None) -> None:
         """Click on the first link, button or the like of this name."""
         self._count()
-        (within or self.page).get_by_role(role, name=name).first.click()
+        (within or self.page).get_by_role(role, name=name, exact=True).first.click()
 
     def tick(self, label: str) -> None:
         self._count()
@@ -51,7 +51,7 @@ class Hand:
     def choose(self, option: str, field: str) -> None:
         """Choose from a list."""
         self._count()
-        self.page.get_by_label(field, exact=True).select_option(label=option)
+        self.page.get_by_role("combobox", name=field, exact=True).select_option(label=option)
 
     def drag(self, plot: Locator, begin: float, end: float) -> None:
         """Drag over a part of a chart: from and to a share of its width."""
@@ -100,7 +100,7 @@ def rows(page: Page, heading: str) -> Locator:
 
 def test_which_tasks_got_worse_between_step_50_and_100(hand: Hand) -> None:
     hand.drag(hand.page.get_by_role("img", name="Reward, by step").locator(".u-over"), 0.495, 0.999)
-    hand.press("Tasks that lost most")
+    hand.press("Tasks that lost most between these steps")
     expect(rows(hand.page, "change").first).to_contain_text(questioned.FORGOTTEN_TASK)
     expect(rows(hand.page, "change").first).to_contain_text("-1")
 
@@ -123,7 +123,7 @@ def test_how_does_the_reward_of_four_runs_rise_over_wall_time(hand_at_runs: Hand
     hand.choose("wall time", "x")
     chart = page.get_by_role("img", name="reward/mean, by wall time")
     expect(chart).to_have_accessible_name(
-        "reward/mean, by wall time. Last: sweep-1 0.500, sweep-2 0.600, sweep-3 0.700, sweep-4 0.800."
+        "reward/mean, by wall time. Last: sweep-4 0.800, sweep-3 0.700, sweep-2 0.600, sweep-1 0.500."
     )
 
 
@@ -142,8 +142,8 @@ def test_what_did_the_log_of_the_actor_say_before_it_died(hand: Hand) -> None:
 
 
 def test_why_did_samples_fail(hand: Hand) -> None:
-    hand.press("13 % failed")
-    reasons = rows(hand.page, "reason")
+    hand.press("13 % failed", "button")
+    reasons = rows(hand.page, "Why")
     expect(reasons).to_have_count(2)
     expect(reasons.first).to_contain_text(questioned.EXCEPTION)
     expect(reasons.first).to_contain_text(str(questioned.NUM_EXCEPTIONS))

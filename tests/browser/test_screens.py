@@ -49,6 +49,7 @@ def test_a_view_is_readable_on_every_screen(page: Page, visit: Visit, name: str)
     ("name", "style"),
     [
         ("cut", "width: 2rem; overflow: hidden; white-space: nowrap"),
+        ("cut", "height: 0.8rem; width: 8rem; overflow: hidden"),
         ("cut", "position: absolute; left: -3rem; top: 0; width: 20rem"),
         ("overlapping", "position: absolute; left: 2rem; top: 20rem"),
         ("faint", "color: rgb(136 136 136); background: rgb(119 119 119)"),

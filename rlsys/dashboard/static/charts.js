@@ -12,7 +12,7 @@ import { Table, fold } from "./components.js";
 import { exact, number } from "./format.js";
 import { Component, createRef, html } from "./html.js";
 import { STEPS_S, sinceBegin } from "./lanes.js";
-import { columnsOf, csvOf, drawnOf, lastOf, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
+import { columnsOf, csvOf, drawnOf, lastOf, nearest, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
 import { saveCsv, savePng } from "./saving.js";
 import { colour, onTheme } from "./theme.js";
 
@@ -33,7 +33,8 @@ const MAX_ROWS = 2000;
  * - `marks`: `{ x, text }`, drawn as upright lines, the newest of them told under the title; `span`: the first and last x
  *   to show at least, so that charts side by side show the same;
  * - `x`: what x counts, if no `choices` say so; `sync`: charts of one name share the cursor;
- * - `choices` and `choose(changes)`, see `choices.js`, if the page keeps them; `pick(step)` opens a step.
+ * - `choices` and `choose(changes)`, see `choices.js`, if the page keeps them; `pick(step, line)` opens a step, of
+ *   the line nearest to the pointer.
  */
 export class Chart extends Component {
   constructor(props) {
@@ -213,7 +214,9 @@ export class Chart extends Component {
   #pick(index) {
     const x = index === null || index === undefined ? null : this.data[0][index];
     const step = stepAt(this.lines, x);
-    if (this.props.pick && step !== null) this.props.pick(step);
+    if (!this.props.pick || step === null) return;
+    const line = nearest(this.drawn, x, this.plot.cursor.top, (y) => this.plot.valToPos(y, "y"));
+    this.props.pick(stepAt(line ? [line] : this.lines, x), line);
   }
 
   #xText(x) {

@@ -24,11 +24,6 @@ export function histogramOf(values, most = 12) {
   return bins;
 }
 
-/** Does a bin of `histogramOf` hold a value? */
-export function isInBin(bin, value, isLast) {
-  return bin.from === bin.to ? value === bin.from : value >= bin.from && (value < bin.to || (isLast && value === bin.to));
-}
-
 /** The next larger of 1, 2, 5 times a power of ten. */
 function roundUp(width) {
   const power = 10 ** Math.floor(Math.log10(width));

@@ -1,5 +1,6 @@
 /** Small marks beside numbers: where a value lies among others. Each stands beside its number, never instead of it. */
 
+import { number, percent } from "./format.js";
 import { html } from "./html.js";
 
 const WIDTH = 100;
@@ -29,6 +30,17 @@ export function rangeMark({ low, mean, high }, scale) {
   return mark(html`${axis(place(0, scale))}
     <rect class="range" x=${from} y=${HEIGHT / 2 - 1.5} width=${Math.max(to - from, 0.75)} height="3" />
     <rect class="above" x=${dot - 1.5} y="1" width="3" height=${HEIGHT - 2} />`);
+}
+
+/** The rewards of a group beside their mark. */
+export function spread({ reward_min: low, reward_mean: mean, reward_max: high }, scale) {
+  if (low === null) return null;
+  return html`<span class="spread">${rangeMark({ low, mean, high }, scale)}<span class="muted">${number(low)} to ${number(high)}</span></span>`;
+}
+
+/** The score of an evaluation, never without the share of samples that it leaves out. */
+export function scored({ mean, failed_frac }) {
+  return html`<b class="num">${number(mean)}</b>${failed_frac > 0 && html` <span class="bad-text">${percent(failed_frac)} failed</span>`}`;
 }
 
 /** A curve of `values` without axes, which fills its box; null if there are fewer than two. */

@@ -60,6 +60,12 @@ export function stepAt(lines, x) {
   return found;
 }
 
+/** The line nearest to a height at an x, by `top(y)`; null if none has a value there or before. */
+export function nearest(lines, x, height, top) {
+  const known = lines.map((line) => [line, valueAt(line, x)]).filter(([, y]) => y !== null);
+  return known.map(([line, y]) => [line, Math.abs(top(y) - height)]).sort(([, a], [, b]) => a - b)[0]?.[0] ?? null;
+}
+
 /** Rows of `rowsOf` as comma-separated values, under `x` and the names of the lines. */
 export function csvOf(x, names, rows) {
   const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);

@@ -40,7 +40,6 @@ def answers(readings: Readings) -> Iterator[object]:
         lambda: readings.cluster("run", -1e300, 1e300),
         lambda: readings.compare(["run", "run"]),
         lambda: readings.groups("run"),
-        lambda: readings.tasks("run"),
         lambda: readings.task("run", "task-1"),
         lambda: readings.change("run"),
     ):

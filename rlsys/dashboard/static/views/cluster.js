@@ -3,6 +3,7 @@
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { Table, badge, empty, failure, fold, ofPolicies } from "../components.js";
+import { condition } from "../datatable.js";
 import { count, date, duration, number, percent } from "../format.js";
 import { html, update } from "../html.js";
 import { sinceBegin } from "../lanes.js";
@@ -27,6 +28,8 @@ const HELD_UP_BY = {
   lockstep: "lockstep",
 };
 const QUEUE = "Groups that are somewhere between being issued and being trained, and those of them that are ready to be trained";
+
+const SPEED = "Tokens sampled in groups, per second that each was at the replica; a slow machine lies below the others";
 
 export async function render(root, place, { signal, run }) {
   let window = windowOf(place.query);
@@ -58,6 +61,8 @@ export async function render(root, place, { signal, run }) {
       <section key="replicas"><h2>Weights held by each replica</h2>${replicas(answer)}</section>
       ${answer.queue.length > 0 && html`<section key="queue"><h2>Queue depth</h2>
         <${Chart} id="queue" title="Groups in the pipe" unit="groups" x="time" sync="time" help=${QUEUE} lines=${queueLines(answer)} /></section>`}
+      ${answer.speeds.length > 0 && html`<section key="speeds"><h2>Speed of each replica</h2>
+        <${Chart} id="speeds" title="Tokens sampled" unit="tokens/s" x="time" sync="time" help=${SPEED} lines=${speedLines(answer)} span=${[answer.from_s - answer.begin_s, answer.to_s - answer.begin_s]} /></section>`}
       <section key="restarts"><h2>Workers that failed</h2>${restarts(place.run, answer)}</section>
       ${machine && machineSection(machine)}`,
     );
@@ -84,6 +89,10 @@ function queueLines({ queue, begin_s, from_s, to_s }) {
     { label: "open", kind: "step", xs, ys: points.map(({ num_open }) => num_open) },
     { label: "ready to be trained", kind: "step", xs, ys: points.map(({ num_finished }) => num_finished) },
   ];
+}
+
+function speedLines({ speeds, begin_s }) {
+  return speeds.map(({ worker, points }) => ({ label: worker, xs: points.map(({ time_s }) => time_s - begin_s), ys: points.map(({ tokens_per_s }) => tokens_per_s) }));
 }
 
 function bottleneck(found) {
@@ -149,7 +158,7 @@ function restarts(run, answer) {
     { label: "While", cell: (row) => row.phase },
     { label: "Back after", cell: (row) => (row.back_s === null ? badge("not back", "bad") : duration(row.back_s - row.failed_s)) },
     { label: "What it said", cell: (row) => html`<span class="detail">${row.detail}</span>` },
-    { label: "", cell: (row) => html`<a href=${link("log", run, { of: "workers", worker: row.worker })} data-testid="worker-log-link">its log</a>` },
+    { label: "", cell: (row) => html`<a href=${link("log", run, { filter: condition("worker", row.worker) })} data-testid="worker-log-link">its log</a>` },
   ];
   return html`<${Table} columns=${columns} rows=${answer.restarts} id="restarts" keyOf=${(row) => `${row.worker} ${row.failed_s}`} />`;
 }

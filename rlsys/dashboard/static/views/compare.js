@@ -3,10 +3,11 @@
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { chartTools, choicesOf, paramsOf, toggled, windowOf } from "../choices.js";
-import { Table, empty, fold, sorted, status } from "../components.js";
+import { Table, empty, fold, status } from "../components.js";
 import { count, duration, number } from "../format.js";
 import { html, update } from "../html.js";
-import { link, note } from "../router.js";
+import { go, link, note } from "../router.js";
+import { evaluations } from "./runs.js";
 
 export const title = "Compare";
 
@@ -25,7 +26,6 @@ export async function render(root, { query }, { signal }) {
   let chosen = query.getAll("metric");
   if (!chosen.length) chosen = [USUAL[0], ...evals, ...USUAL.slice(1)].filter((name) => names.includes(name));
   let choices = choicesOf(query);
-  let sort = query.get("sort");
   let told = null;
 
   async function refresh() {
@@ -36,7 +36,7 @@ export async function render(root, { query }, { signal }) {
     ]);
     if (!isNewest()) return;
     const labels = labelsOf(runs);
-    told = { runs, differences, labels, charts: chosen.map((name) => chartOf(name, labels, answers)).filter(Boolean) };
+    told = { runs, differences, labels, charts: chosen.map((name) => chartOf(name, ids, labels, answers)).filter(Boolean) };
     draw();
   }
 
@@ -50,20 +50,21 @@ export async function render(root, { query }, { signal }) {
     update(
       root,
       html`<div class="head"><h1>Compare</h1></div>
-      <${Table} columns=${COLUMNS} rows=${sorted(runs, COLUMNS, sort)} id="compared" keyOf=${({ id }) => id} sort=${sort} onSort=${sortBy} />
+      <${Table} columns=${COLUMNS} rows=${runs} id="compared" keyOf=${({ id }) => id} />
       <div class="tools after" key="tools">
         <input type="search" list="metric-names" placeholder="Add a metric" aria-label="Add a metric" data-search data-testid="add-metric" onchange=${add} />
         <datalist id="metric-names">${names.map((name) => html`<option value=${name} />`)}</datalist>
         ${chosen.map((name) => html`<button key=${name} type="button" class="name" aria-label=${`Remove ${name}`} onclick=${() => chart(name)}>${name} ×</button>`)}</div>
       ${chartTools(choices, choose)}
       <h2 class="visually-hidden" key="h-curves">Curves</h2>
-      <div class="charts after" key="curves" data-testid="curves">${charts.map((one) => html`<${Chart} key=${one.id} ...${one} choices=${choices} choose=${choose} />`)}</div>
+      <div class="charts after" key="curves" data-testid="curves">${charts.map((one) => html`<${Chart} key=${one.id} ...${one} choices=${choices} choose=${choose} pick=${pick} />`)}</div>
       <h2>Configuration</h2>${configuration(labels, differences)}`,
     );
   }
 
+  const pick = (step, line) => line && go(link("groups", line.run, { step }));
   function noted() {
-    note(link("compare", null, { run: ids, metric: chosen, sort, ...paramsOf(choices) }));
+    note(link("compare", null, { run: ids, metric: chosen, ...paramsOf(choices) }));
   }
   function choose(changes) {
     choices = { ...choices, ...changes };
@@ -76,24 +77,19 @@ export async function render(root, { query }, { signal }) {
     noted();
     return refresh();
   }
-  function sortBy(by) {
-    sort = by;
-    noted();
-    draw();
-  }
 
   await refresh();
   return refresh;
 }
 
 /** One metric of all runs, as props of a chart; null if none has it. */
-function chartOf(name, labels, answers) {
+function chartOf(name, ids, labels, answers) {
   const found = answers.map(({ series }) => series.find((one) => one.name === name));
   const one = found.find(Boolean);
   if (!one) return null;
   const kind = name.startsWith("eval/") ? "points" : "line";
   const lines = found.flatMap((series, index) =>
-    series ? [{ label: labels[index], xs: series.xs ?? series.steps, steps: series.steps, ys: series.values, kind, ...lookOf(index) }] : [],
+    series ? [{ run: ids[index], label: labels[index], xs: series.xs ?? series.steps, steps: series.steps, ys: series.values, kind, ...lookOf(index) }] : [],
   );
   return { id: name, title: name, help: one.help, unit: one.unit, noun: "no unit", lines };
 }
@@ -121,13 +117,14 @@ function configuration(labels, differences) {
 }
 
 const COLUMNS = [
-  { label: "Run", isHead: true, value: ({ name, id }) => name || id, cell: (run) => html`<a href=${link("overview", run.id)} data-row>${run.name || run.id}</a>` },
-  { label: "Status", value: (run) => run.status, cell: (run) => status(run.status) },
-  { label: "Model", value: (run) => run.model, cell: (run) => run.model || null },
-  { label: "Algorithm", value: (run) => run.algorithm, cell: (run) => run.algorithm || null },
-  { label: "Step", isNumber: true, value: (run) => run.step, cell: (run) => number(run.step) },
-  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", value: (run) => run.reward, cell: (run) => number(run.reward) },
-  { label: "Step time", isNumber: true, value: (run) => run.step_s, cell: (run) => duration(run.step_s) },
+  { label: "Run", isHead: true, cell: (run) => html`<a href=${link("overview", run.id)} data-row>${run.name || run.id}</a>` },
+  { label: "Status", cell: (run) => status(run.status) },
+  { label: "Model", cell: (run) => run.model || null },
+  { label: "Algorithm", cell: (run) => run.algorithm || null },
+  { label: "Step", isNumber: true, cell: (run) => number(run.step) },
+  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", cell: (run) => number(run.reward) },
+  { label: "Evaluations", cell: evaluations },
+  { label: "Step time", isNumber: true, cell: (run) => duration(run.step_s) },
 ];
 
 function differenceColumns(labels) {

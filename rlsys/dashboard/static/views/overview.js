@@ -4,11 +4,13 @@ import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { chartTools, choicesOf, paramsOf, windowOf } from "../choices.js";
 import { Table, empty, figure, nameOf, status } from "../components.js";
+import { condition } from "../datatable.js";
 import { FAMILIES, NAMES, linesOf } from "../families.js";
-import { ago, duration, number, percent } from "../format.js";
+import { ago, date, duration, number, percent } from "../format.js";
 import { html, update } from "../html.js";
 import { metricList } from "../metriclist.js";
 import { go, link, note } from "../router.js";
+import { visible } from "../tokens.js";
 
 export const title = "Overview";
 
@@ -19,19 +21,20 @@ export async function render(root, { run: id, query }, { signal, run }) {
   const chosen = new Set(query.getAll("metric"));
   const newest = numbered();
   let choices = choicesOf(query);
-  let [sought, isWhole, told] = ["", false, null];
+  let [sought, isWhole, isExplained, told] = ["", false, false, null];
 
   async function refresh() {
     const isNewest = newest();
     const ask = (name, params) => get(name, { run: id, ...params }, signal);
-    const [{ series, x }, { alerts }, { bottleneck }, { metrics }] = await Promise.all([
+    const [{ series, x }, { alerts }, { bottleneck }, { metrics }, failures] = await Promise.all([
       ask("series", { name: [...NAMES, ...chosen], points: POINTS, ...windowOf(choices) }),
       ask("alerts"),
       ask("cluster", { width: 1 }),
       ask("metrics"),
+      isExplained && ask("failures"),
     ]);
     if (!isNewest()) return;
-    told = { x, alerts, bottleneck, metrics, series, ...chartsOf(series, alerts, chosen) };
+    told = { x, alerts, bottleneck, metrics, failures, series, ...chartsOf(series, alerts, chosen) };
     draw();
   }
 
@@ -47,18 +50,17 @@ export async function render(root, { run: id, query }, { signal, run }) {
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
         <h2 class="visually-hidden">Reward and evaluation</h2>
-        <dl class="hero" data-testid="figures">${heroes(id, run.summary, told)}</dl>
+        <dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>
         <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
-      ${openAlerts(open, id)}
-      ${run.policies.length > 0 && policyTable(run.policies)}
       ${!isThere && nothing(run)}
-      ${waiting(bottleneck, id)}
+      <div key="sides" class="sides">${openAlerts(open, id)}${told.failures && failureList(id, told.failures)}${waiting(bottleneck, id)}</div>
+      ${run.policies.length > 0 && policyTable(run.policies)}
       ${facts(run.summary, told)}
       ${isThere && chartTools(choices, choose)}
       ${choices.zoom && choices.x === "step" && html`<p key="tasks" class="small"><a href=${tasksIn(id, choices.zoom)}>Tasks that lost most between these steps</a></p>`}
       ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
-      ${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}>
-        <h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}
+      <div key="families" class="families">${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}
+        style=${{ "--num": charts.length }}><h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}</div>
       ${metrics.length > 0 && html`<section key="all" data-testid="all-metrics"><h2 id="all-metrics">All metrics</h2>
         <div class="charts">${more.map(one)}</div>
         ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`}`,
@@ -77,6 +79,10 @@ export async function render(root, { run: id, query }, { signal, run }) {
   function chart(names) {
     for (const name of names) if (!chosen.delete(name)) chosen.add(name);
     noted();
+    return refresh();
+  }
+  function explain() {
+    isExplained = !isExplained;
     return refresh();
   }
   function pick(step) {
@@ -145,14 +151,15 @@ function marksOf(lines, alerts) {
 }
 
 /** Reward and evaluations, in the largest type. */
-function heroes(id, summary, { series }) {
+function heroes(id, summary, { series, failures }, explain) {
   const find = (name) => series.find((one) => one.name === name);
   const last = (name) => find(name)?.values.findLast((value) => value !== null) ?? null;
   const first = find("reward/mean")?.values.find((value) => value !== null);
-  const why = link("tables", id, { table: "episodes", filter: "failed", group: "reason" });
-  const failed = (share, href) => (share ? html`<a class="bad-text" href=${href}>${percent(share)} failed</a>` : "");
+  const failed = (share) => share > 0 && html`<span class="bad-text">${percent(share)} failed</span>`;
+  const lost = failed(last("reward/failed_frac"));
   const reward = summary.reward !== null && html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
-    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${failed(last("reward/failed_frac"), why)}</small></dd></div>`;
+    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${lost && html`<button type="button"
+      class="why" aria-expanded=${Boolean(failures)} title="Why episodes failed" data-testid="why-failed" onclick=${explain}>${lost}</button>`}</small></dd></div>`;
   const evaluations = series.filter(({ name }) => /^eval\/.+\/mean$/.test(name));
   return [
     reward,
@@ -162,7 +169,7 @@ function heroes(id, summary, { series }) {
       const best = Math.max(...known);
       const at = steps[values.indexOf(best)];
       return html`<div class="figure" key=${name} data-testid=${index ? null : "figure-evaluation"} title=${`Evaluation of ${data}`}>
-        <dt>${data}, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`), link("evaluations", id))}</small></dd></div>`;
+        <dt><a href=${link("evaluations", id)}>${data}</a>, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
     }),
   ];
 }
@@ -216,6 +223,18 @@ function waiting(bottleneck, id) {
   return html`<section class="waiting" key="waiting" data-testid="bottleneck" data-who=${bottleneck.who}><h2>Who waits for whom</h2>
     <p data-testid="bottleneck-sentence">${bottleneck.sentence} <a href=${link("cluster", id)}>See the cluster</a></p>
     <dl class="shares">${Object.entries(bottleneck.shares).map(([who, share]) => html`<div key=${who}><dt>${who}</dt><dd>${meter(share)}${percent(share)}</dd></div>`)}</dl></section>`;
+}
+
+/** Why episodes of training failed, each count with the way to its episodes. */
+function failureList(id, { failures, num_failed, num_episodes }) {
+  const episodes = ({ reason, num_episodes: num }) => html`<a href=${link("tables", id, { table: "episodes", filter: condition("reason", reason) })} data-row>${number(num)}</a>`;
+  const columns = [
+    { label: "Episodes", isNumber: true, cell: episodes },
+    { label: "Why", isText: true, cell: ({ reason }) => html`<span class="said">${visible(reason)}</span>` },
+    { label: "Last", cell: ({ last_s, last_task_id }) => html`<a href=${link("task", id, { task: last_task_id })} title=${date(last_s)}>${last_task_id}</a>` },
+  ];
+  return html`<section key="failures" data-testid="failures"><h2>Why episodes failed: ${number(num_failed)} of ${number(num_episodes)}</h2>
+    <${Table} columns=${columns} rows=${failures} id="failure-reasons" keyOf=${({ reason }) => reason} /></section>`;
 }
 
 function openAlerts(open, id) {

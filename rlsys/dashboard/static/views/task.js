@@ -5,9 +5,8 @@ import { Chart } from "../charts.js";
 import { Table, badge, empty, rollout } from "../components.js";
 import { count, number } from "../format.js";
 import { html, update } from "../html.js";
-import { scaleOf } from "../marks.js";
+import { scaleOf, spread } from "../marks.js";
 import { go, link } from "../router.js";
-import { spread } from "./groups.js";
 
 export const title = "Task";
 
