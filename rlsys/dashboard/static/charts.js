@@ -211,11 +211,21 @@ export class Chart extends Component {
     const moves = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
     if (!this.plot) return;
     if (event.key === "Enter") return this.#pick(this.plot.cursor.idx);
+    if (event.key === "-") return this.#choose({ zoom: null });
+    if (event.key === "+" || event.key === "=") return this.#lookCloser();
     if (!(event.key in moves)) return;
     const from = this.plot.cursor.idx ?? this.data[0].length;
     const index = Math.min(Math.max(from + moves[event.key], 0), this.data[0].length - 1);
     this.plot.setCursor({ left: this.plot.valToPos(this.data[0][index], "x"), top: 10 }, true, true);
     event.preventDefault();
+  }
+
+  /** At a half of what is shown, about the point that the arrow keys came to. */
+  #lookCloser() {
+    const { min, max } = this.plot.scales.x;
+    const at = this.data[0][this.plot.cursor.idx] ?? (min + max) / 2;
+    const from = Math.min(Math.max(at - (max - min) / 4, min), (min + max) / 2);
+    this.#choose({ zoom: [from, from + (max - min) / 2].map((x) => Number(x.toPrecision(6))) });
   }
 
   #onEscape(event) {
@@ -261,7 +271,7 @@ export class Chart extends Component {
     return html`${help && html`<p>${help}.</p>`}<div class="tools">
         <button type="button" data-testid=${`csv-${id}`} onclick=${() => saveCsv(title, csvOf(x, this.lines.map(named), rows))}>CSV</button>
         <button type="button" data-testid=${`png-${id}`} onclick=${() => savePng(this.plot, look())}>PNG</button></div>
-      <${Table} ...${{ columns, rows: shown, id: `table-${id}`, caption }} />`;
+      <div class="numbers" role="region" tabindex="0" aria-label=${`Numbers of ${title}`}><${Table} ...${{ columns, rows: shown, id: `table-${id}`, caption }} /></div>`;
   }
 }
 

@@ -28,6 +28,7 @@ export function Table({ columns, rows, id, caption, keyOf, rowClass, order, onOr
 }
 
 function Heading({ column: { label, title, order: own, isNumber }, kind, order, onOrder }) {
+  if (!label) return html`<td></td>`;
   if (!onOrder || !own) return html`<th class=${kind} scope="col" title=${title}>${label}</th>`;
   const by = order === own ? "ascending" : order === `${own} desc` ? "descending" : null;
   const isDown = by ? by === "ascending" : isNumber;

@@ -19,6 +19,8 @@ export const HELP = [
   ["j k", "next, previous row; or step, where there are no rows"],
   ["] [", "next, previous step, group or episode"],
   ["Enter", "open"],
+  ["← →", "along the points of a chart, the tokens of a turn, the time of lanes"],
+  ["+ -", "look closer at a chart or lanes, and all of it again"],
   ["Esc", "up"],
   ["/", "search"],
   ["?", "this help"],

@@ -55,6 +55,7 @@ export async function render(root, { query }, { signal }) {
         <datalist id="metric-names">${names.map((name) => html`<option value=${name} />`)}</datalist>
         ${chosen.map((name) => html`<button key=${name} type="button" class="name" aria-label=${`Remove ${name}`} onclick=${() => chart(name)}>${name} ×</button>`)}</div>
       ${chartTools(choices, choose)}
+      <h2 class="visually-hidden" key="h-curves">Curves</h2>
       <div class="charts after" key="curves" data-testid="curves">${charts.map((one) => html`<${Chart} key=${one.id} ...${one} choices=${choices} choose=${choose} pick=${pick} />`)}</div>
       <h2>Configuration</h2>${configuration(labels, differences)}`);
   }

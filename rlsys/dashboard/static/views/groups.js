@@ -30,9 +30,7 @@ export async function render(root, place, context) {
     ...groupCells(() => answer.groups),
     usual: { order: "group_id", show: SHOWN },
     fixed: () => `step = ${answer.step ?? -1}`,
-    load: async () => {
-      answer = await get("groups", { run: place.run, step: place.query.get("step") }, context.signal);
-    },
+    load: async () => { answer = await get("groups", { run: place.run, step: place.query.get("step") }, context.signal); },
     head: (to) => html`${head(answer, to)}${histogram(answer.groups, place.query.get("filter"), to)}${answer.groups.some((group) => !group.has_rollouts) && notWritten(context.run)}`,
     none: (run) => (run.policies.length ? ofPolicies(run, "The groups") : answer.step === null && noStep()),
   });

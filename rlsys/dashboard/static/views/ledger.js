@@ -29,11 +29,9 @@ export async function render(root, place, context) {
       group_id: String,
     },
     rowClass: ({ is_overdue }) => (is_overdue ? "overdue" : null),
-    load: async () => {
-      answer = await get("ledger", { run: place.run }, context.signal);
-    },
+    load: async () => { answer = await get("ledger", { run: place.run }, context.signal); },
     head: () => html`<div key="head" class="head"><h1 data-testid="title">Ledger</h1></div>
-      ${sums(answer)}${verdict(answer)}<section key="dropped"><h2>Dropped groups</h2>${droppedTable(answer)}</section><h2 key="pending">Pending groups</h2>`,
+      ${sums(answer)}${verdict(answer)}<section key="dropped"><h2>Dropped groups</h2>${droppedTable(place.run, answer)}</section><h2 key="pending">Pending groups</h2>`,
     none: (run) => untold(run) ?? nonePending(answer),
   });
 }
@@ -65,11 +63,12 @@ function nonePending(answer) {
   return html`<p class="muted" data-testid="none-pending">No group is pending: ${why}.</p>`;
 }
 
-function droppedTable(answer) {
+function droppedTable(run, answer) {
   const rows = Object.entries(answer.dropped).sort(([, a], [, b]) => b - a);
   if (!rows.length) return html`<p class="muted" data-testid="none-dropped">No group was dropped.</p>`;
+  const which = (reason) => link("tables", run, { table: "logs", filter: `kind = group_dropped and text contains "): ${reason}"` });
   const columns = [
-    { label: "Reason", isHead: true, cell: ([reason]) => reason },
+    { label: "Reason", isHead: true, cell: ([reason]) => html`<a href=${which(reason)} data-row title="Which groups, and why">${reason}</a>` },
     { label: "Groups", isNumber: true, cell: ([, num]) => number(num) },
     { label: "Share of issued", isNumber: true, cell: ([, num]) => percent(num / Math.max(answer.num_issued, 1)) },
     { label: "It means", cell: ([reason]) => MEANINGS[reason] ?? "" },

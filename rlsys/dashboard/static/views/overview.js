@@ -48,6 +48,7 @@ export async function render(root, { run: id, query }, { signal, run }) {
     update(root, html`<h1 class="visually-hidden">Overview</h1>
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
+        <h2 class="visually-hidden">Reward and evaluation</h2>
         <dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>
         <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
       ${!isThere && nothing(run)}
@@ -55,6 +56,7 @@ export async function render(root, { run: id, query }, { signal, run }) {
       ${run.policies.length > 0 && policyTable(run.policies)}
       ${facts(run.summary, told)}
       ${isThere && chartTools(choices, choose)}
+      ${choices.zoom && choices.x === "step" && html`<p key="tasks" class="small"><a href=${tasksIn(id, choices.zoom)}>Tasks that lost most between these steps</a></p>`}
       ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
       <div key="families" class="families">${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}
         style=${{ "--num": charts.length }}><h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}</div>
@@ -104,6 +106,11 @@ function chartsOf(series, alerts, chosen) {
 
 function lineOf({ name, unit, help, steps, xs, values }) {
   return { name, label: name.split("/").at(-1), unit, help, steps, xs: xs ?? steps, ys: values };
+}
+
+/** The tasks by what they lost in the stretch that is looked at. */
+function tasksIn(id, [from, to]) {
+  return link("tables", id, { table: "tasks", from: Math.max(Math.floor(from), 0), to: Math.ceil(to), order: "change" });
 }
 
 /** The first and last x of any of them. */

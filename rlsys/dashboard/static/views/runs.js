@@ -16,11 +16,7 @@ const MOST = 32; // that the server compares
 export async function render(root, place, context) {
   const chosen = new Set();
   let [known, folder, redraw] = [new Map(), "", null];
-  const toggle = (id, isChosen) => {
-    if (isChosen) chosen.add(id);
-    else chosen.delete(id);
-    redraw();
-  };
+  const toggle = (id, isChosen) => { chosen[isChosen ? "add" : "delete"](id); redraw(); };
   const of = ({ id }) => known.get(id) ?? { rewards: [], evaluations: [] };
   return tableView(root, place, context, {
     table: "runs",
@@ -64,7 +60,7 @@ function named({ name, last_error }, id) {
 
 /** The last score on each data set, with its failed share. */
 function evaluations({ evaluations: scores }) {
-  return scores.length ? html`<ul class="reasons">${scores.map((one) => html`<li title=${`step ${one.step}`}>${one.dataset} ${scored(one)}</li>`)}</ul>` : null;
+  return scores.length ? html`<ul class="reasons">${scores.map((one) => html`<li title=${`${one.dataset}, step ${one.step}`}><span class="of">${one.dataset}</span> ${scored(one)}</li>`)}</ul>` : null;
 }
 
 /** A few runs beside each other. */
