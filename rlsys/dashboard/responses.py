@@ -497,7 +497,7 @@ class PendingRow:
     group_id: int
     task_id: str
     state: Literal["waits for a replica", "is rolled out", "waits for its reward", "waits to be trained", "is lost"]
-    where: str
+    worker: str
     """Worker that is processing it; empty if there is none."""
     age_s: float
     """Seconds since it was first issued."""

@@ -457,7 +457,7 @@ def test_the_ledger_lists_pending_groups_with_state_place_and_attempts(history: 
     assert readings.ledger("run").num_issued == 21
     pending = {row.group_id: row for row in readings.ledger("run").pending}
     assert [row.state for row in pending.values()] == ["is rolled out", "is lost", "waits for its reward"]
-    assert (pending[18].where, pending[19].last_reason) == ("rollout-3", "rollout-1 died")
+    assert (pending[18].worker, pending[19].last_reason) == ("rollout-3", "rollout-1 died")
     history.emit(GroupIssued(19, "task-19", 3, 4))
     history.emit(GroupDropped(20, "task-20", "no_signal"))
     answer = readings.ledger("run")

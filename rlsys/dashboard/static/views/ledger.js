@@ -21,7 +21,7 @@ export async function render(root, place, context) {
   return tableView(root, place, context, {
     table: "pending",
     noun: "group",
-    usual: { order: "is_overdue desc, age_s desc" },
+    usual: { order: "is_overdue desc, age_s desc", show: "task_id, is_overdue, state, worker, age_s, state_s, num_attempts, last_reason, group_id" },
     labels: { task_id: "task", is_overdue: "overdue", age_s: "age", state_s: "in this state", num_attempts: "attempts", last_reason: "issued again because", group_id: "group" },
     cells: {
       task_id: (task) => html`<a href=${link("task", place.run, { task })} data-row data-testid="task-link">${task}</a>`,
@@ -52,7 +52,7 @@ function verdict(answer) {
   if (!overdue.length) return null;
   const typical = answer.typical_s === null ? "" : `; others take ${duration(answer.typical_s)}`;
   const oldest = [...overdue].sort((a, b) => b.age_s - a.age_s)[0];
-  const where = oldest.where ? ` at ${oldest.where}` : "";
+  const where = oldest.worker ? ` at ${oldest.worker}` : "";
   return html`<p key="verdict" class="banner warn" role="status" data-testid="overdue">
     <strong>${`${count(overdue.length, "group")} ${overdue.length === 1 ? "takes" : "take"} far longer than others. `}</strong>
     ${`Task ${oldest.task_id} ${oldest.state}${where}, for ${duration(oldest.age_s)} since it was issued${typical}.`}</p>`;
