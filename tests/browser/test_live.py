@@ -141,7 +141,7 @@ def test_an_alert_appears_as_it_is_raised(visit: Visit, run: History) -> None:
     expect(page.get_by_test_id("alert-not_finite")).to_contain_text("No finite number: loss.")
     expect(page.get_by_test_id("tab-alerts")).to_contain_text("1")
     run.emit(StepDone(4, {"loss": 0.5}))
-    expect(page.get_by_test_id("past")).to_contain_text("not finite")
+    expect(page.get_by_test_id("rows")).to_contain_text("not finite")
 
 
 def test_a_run_that_fails_says_with_what(visit: Visit, run: History) -> None:

@@ -18,7 +18,7 @@ Logic: TypeAlias = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def logic(chromium: Browser, origin: str) -> Iterator[Logic]:
-    """What a function of a module makes of its arguments: `logic("tree.js", "treeOrder", agents)`."""
+    """What a function of a module makes of its arguments: `logic("agents.js", "treeOrder", agents)`."""
     page = chromium.new_page()
     page.goto(origin)
     call = "async ([module, name, all]) => (await import(`/${module}`))[name](...all)"
@@ -41,14 +41,14 @@ def test_chatml_is_split_into_messages_and_other_text_stays_whole(logic: Logic) 
 
 def test_a_damaged_tree_of_agents_loses_none(logic: Logic) -> None:
     agents = [{"parent": None}, {"parent": 0}, {"parent": 7}, {"parent": 3}, {"parent": 1}]
-    order = logic("tree.js", "treeOrder", agents)
+    order = logic("agents.js", "treeOrder", agents)
     assert [(node["index"], node["depth"]) for node in order] == [(0, 0), (1, 1), (4, 2), (2, 0), (3, 0)]
 
 
 def test_rewards_are_counted_each_once_by_the_histogram(logic: Logic) -> None:
-    few = logic("histogram.js", "histogramOf", [0, 1, 1, None])
+    few = logic("plotting.js", "histogramOf", [0, 1, 1, None])
     assert [(column["from"], column["to"], column["count"]) for column in few] == [(0, 0, 1), (1, 1, 2)]
-    many = logic("histogram.js", "histogramOf", [i / 99 for i in range(100)])
+    many = logic("plotting.js", "histogramOf", [i / 99 for i in range(100)])
     assert sum(column["count"] for column in many) == 100
     assert all(a["to"] == b["from"] for a, b in itertools.pairwise(many))
 
@@ -94,7 +94,7 @@ def test_no_two_activities_of_a_lane_share_a_colour(logic: Logic) -> None:
 
 
 def test_runs_that_are_compared_never_look_alike(logic: Logic) -> None:
-    looks = {str(logic("views/compare.js", "lookOf", index)) for index in range(44)}
+    looks = {str(logic("plotting.js", "lookOf", index)) for index in range(44)}
     assert len(looks) == 44
 
 
@@ -184,15 +184,6 @@ def test_of_a_thousand_alerts_a_chart_tells_the_newest(logic: Logic) -> None:
     assert [mark["x"] for mark in marks["told"]] == [999, 998, 997]
     assert marks["numMore"] == 997
     assert len(marks["drawn"]) == 20
-
-
-def test_alerts_that_are_over_are_told_once_for_each_rule(logic: Logic) -> None:
-    past = [{"alert": name, "step": step} for name, step in [("kl", 9), ("entropy", 7), ("kl", 4), ("kl", 2)]]
-    rows = logic("views/alerts.js", "byRule", past)
-    assert [(row["last"]["alert"], row["num"], row["first"]["step"], row["last"]["step"]) for row in rows] == [
-        ("kl", 3, 2, 9),
-        ("entropy", 1, 7, 7),
-    ]
 
 
 def test_groups_of_a_task_in_one_step_are_one_point(logic: Logic) -> None:

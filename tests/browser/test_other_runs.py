@@ -52,7 +52,7 @@ def test_a_run_of_several_policies_links_to_each_and_back(visit: Visit, pair: st
     ]
     assert "No step is done yet" not in page.locator("main").inner_text()
 
-    see(page, "policy-solver").click()
+    see(page, "row-solver").click()
     expect(see(page, "run-name")).to_have_text("solver")
     see(page, "to-whole").click()
     expect(see(page, "run-name")).to_have_text("pair")
@@ -158,7 +158,8 @@ def test_a_log_that_is_replaced_while_somebody_reads_begins_anew(visit: Visit, f
     page = visit("log", "replaced")
     expect(see(page, "rows")).to_contain_text("start ray")
 
-    (history.folder / "events.jsonl").write_bytes(b"")
+    path = history.folder / "events.jsonl"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
-    expect(see(page, "empty")).to_contain_text("Nothing has happened yet")
+    expect(see(page, "rows").locator("tbody tr")).to_have_count(1)
     expect(see(page, "problem")).to_have_count(0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlsys.monitoring.alerts import RULES
-from rlsys.monitoring.events import CheckpointSaved
+from rlsys.monitoring.events import CheckpointSaved, GroupScored
 from tests.browser.conftest import shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import History, Shape
@@ -102,12 +102,19 @@ def test_the_metric_of_an_alert_leads_to_its_chart(visit: Visit) -> None:
     expect(chart_of(page, "policy/entropy").locator("canvas")).to_be_in_viewport()
 
 
-def test_the_share_of_failed_episodes_opens_why_and_which(visit: Visit) -> None:
-    page = visit("overview", "small")
+def test_the_share_of_failed_episodes_opens_why_and_which(visit: Visit, folder: Path) -> None:
+    history = History(folder / "failing", Shape(steps=30))
+    history.start()
+    for _ in range(30):
+        history.step()
+    why = "the tool `ask` did not answer within 10 s"
+    history.emit(GroupScored(900, "task-900", (None, None, 1.0), {why: 2.0}))
+    history.events.close()
+    page = visit("overview", "failing")
     see(page, "why-failed").click()
     reason = see(page, "failure-reasons").locator("tbody tr").first
-    expect(reason).to_contain_text("did not answer within 10 s")
-    reason.get_by_role("link").first.click()
+    expect(reason).to_contain_text(why)
+    reason.get_by_role("link", name="2", exact=True).click()
     shown(page, "tables")
     assert rows_of(page, "rows")
     assert all("failed" in row for row in rows_of(page, "rows"))
@@ -159,6 +166,8 @@ def test_any_metric_is_found_by_its_meaning_and_charted(visit: Visit) -> None:
 def test_every_rule_is_told_with_its_threshold(visit: Visit) -> None:
     page = visit("alerts", "small")
     expect(see(page, "open")).to_contain_text("Nothing looks wrong now")
+    see(page, "all-rules").locator("summary").click()
+    expect(see(page, "rules")).to_be_visible()
     rules = rows_of(page, "rules")
     assert [next(row for row in rules if row.startswith(name.replace("_", " "))) for name in RULES]
 

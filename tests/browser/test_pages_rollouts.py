@@ -203,12 +203,12 @@ def test_an_episode_without_recorded_tokens_still_shows_its_text(visit: Visit, f
 
 def test_a_task_lists_all_its_groups_over_time(visit: Visit) -> None:
     page = visit("task", "small", task="task-6")
-    rows = rows_of(page, "points")
-    assert [row.split()[1] for row in rows] == ["174", "150", "126", "102", "78", "54", "30", "6"]
+    rows = rows_of(page, "rows")
+    assert [row.split()[0] for row in rows] == ["174", "150", "126", "102", "78", "54", "30", "6"]
     see(page, "data-task-reward").locator("summary").click()
     assert "lowest" in see(page, "table-task-reward").inner_text()
     assert len(rows_of(page, "table-task-reward")) == len(rows)
-    see(page, "group-link").nth(1).click()
+    see(page, "rows").locator("tbody th a").nth(1).click()
     shown(page, "group")
     assert see(page, "title").inner_text() == "Group 150: task-6"
 

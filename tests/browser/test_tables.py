@@ -141,6 +141,7 @@ def test_logs_of_workers_are_filtered_by_worker_level_and_pattern(visit: Visit, 
     page.get_by_role("link", name="Output of workers").click()
     expect(see(page, "rows").locator("tbody tr")).to_have_count(4)
     see(page, "rows").get_by_role("link", name="rollout-0").click()
+    expect(see(page, "ask-filter")).to_have_value('worker = "rollout-0"')
     expect(see(page, "rows").locator("tbody tr", has_text="INFO ready")).to_have_count(1)
     see(page, "ask-filter").fill('level in (warning, error) and text matches "out of .*ory"')
     see(page, "ask-filter").press("Enter")

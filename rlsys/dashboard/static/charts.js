@@ -12,12 +12,10 @@ import { Table, fold } from "./components.js";
 import { exact, number } from "./format.js";
 import { Component, createRef, html } from "./html.js";
 import { STEPS_S, sinceBegin } from "./lanes.js";
-import { columnsOf, csvOf, drawnOf, lastOf, nearest, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
+import { columnsOf, csvOf, drawnOf, lastOf, lookOf, nearest, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
 import { saveCsv, savePng } from "./saving.js";
 import { colour, onTheme } from "./theme.js";
 
-const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c8", "--c7"];
-const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3], [], [7, 3], [2, 2], [9, 3, 2, 3]];
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12];
 const MAX_ROWS = 2000;
 
@@ -45,9 +43,7 @@ export class Chart extends Component {
     this.end = new AbortController();
   }
 
-  get choices() {
-    return this.props.choices ?? { ...this.state.own, x: this.props.x ?? "step" };
-  }
+  get choices() { return this.props.choices ?? { ...this.state.own, x: this.props.x ?? "step" }; }
 
   #choose(changes) {
     if (this.props.choose) this.props.choose(changes);
@@ -63,10 +59,7 @@ export class Chart extends Component {
 
   componentDidUpdate() {
     if (this.form !== this.drawnForm || !this.plot) this.#redraw();
-    else if (this.data !== this.drawnData) {
-      this.drawnData = this.data;
-      this.plot.setData(this.data, true);
-    }
+    else if (this.data !== this.drawnData) { this.drawnData = this.data; this.plot.setData(this.data, true); }
   }
 
   componentWillUnmount() {
@@ -81,29 +74,18 @@ export class Chart extends Component {
     const key = [props.lines, props.span, choices.smooth, String(choices.hide), String(choices.zoom), this.#isLog, choices.full === props.id];
     if (this.key?.every((one, index) => one === key[index])) return;
     this.key = key;
-    this.lines = props.lines.map((line, index) => ({
-      kind: "line",
-      colour: COLOURS[index % COLOURS.length],
-      dash: DASHES[index % DASHES.length],
-      ...line,
-      isHidden: choices.hide.includes(`${props.id} ${line.label}`),
-    }));
+    const isHidden = ({ label }) => choices.hide.includes(`${props.id} ${label}`);
+    this.lines = props.lines.map((line, index) => ({ kind: "line", ...lookOf(index), ...line, isHidden: isHidden(line) }));
     this.drawn = drawnOf(this.lines.filter(({ isHidden }) => !isHidden), choices.smooth);
     this.data = columnsOf(this.drawn, choices.zoom ?? props.span ?? [], this.#isLog);
     this.form = JSON.stringify([this.drawn.map(({ kind, label }) => [kind, label]), this.#isLog, this.#height]);
   }
 
-  get #isLog() {
-    return this.choices.log.includes(this.props.id);
-  }
+  get #isLog() { return this.choices.log.includes(this.props.id); }
 
-  get #isFull() {
-    return this.choices.full === this.props.id;
-  }
+  get #isFull() { return this.choices.full === this.props.id; }
 
-  get #height() {
-    return this.#isFull ? Math.max(innerHeight - 240, 200) : (this.props.height ?? 150);
-  }
+  get #height() { return this.#isFull ? Math.max(innerHeight - 240, 200) : (this.props.height ?? 150); }
 
   render({ id, title, help = "", unit = "", noun = "value", note = "", marks = [] }, { at, isOpen }) {
     this.#prepare();

@@ -1,6 +1,6 @@
 /**
- * The components that views are made of; `#/components` shows each of them. Charts are in `charts.js`, texts that
- * somebody wrote in `prompts.js`, small marks beside numbers in `marks.js`.
+ * The components that views are made of; `#/components` shows each of them. Charts are in `charts.js`, texts that somebody wrote in `prompts.js`,
+ * small marks beside numbers in `marks.js`.
  */
 
 import { NONE, number } from "./format.js";
@@ -8,18 +8,16 @@ import { html, useState } from "./html.js";
 import { link } from "./router.js";
 
 /**
- * Table; on a narrow page its rows become cards.
- * `columns`: `{ label, cell(row), isNumber, isText, title, isHead, order }`: `cell` gives children of a cell, `isText` marks one of
- * sentences, `isHead` the one that names its row. One with `order`, its name for the server, can be sorted by, if `onOrder` is there:
- * it is called with the new `order`, a name, followed by ` desc` where the largest stands on top. `id` is also its data-testid.
+ * Table; on a narrow page its rows become cards. `columns`: `{ label, cell(row), isNumber, isText, title, isHead, order }`: `cell` gives children of
+ * a cell, `isText` marks one of sentences, `isHead` the one that names its row. One with `order`, its name for the server, can be sorted by, if
+ * `onOrder` is there: it is called with the new `order`, a name, followed by ` desc` where the largest stands on top. `id` is also its data-testid.
  */
 export function Table({ columns, rows, id, caption, keyOf, rowClass, order, onOrder }) {
   const kind = (column) => (column.isNumber ? "num" : column.isText ? "text" : null);
   const cell = (column, row) => {
     const shown = column.cell(row) ?? NONE;
     const names = [kind(column), shown === NONE && "none"].filter(Boolean).join(" ") || null;
-    return column.isHead
-      ? html`<th scope="row" class=${names} data-label=${column.label}>${shown}</th>`
+    return column.isHead ? html`<th scope="row" class=${names} data-label=${column.label}>${shown}</th>`
       : html`<td class=${names} data-label=${column.label}>${shown}</td>`;
   };
   return html`<div class="table-box"><table class="cards" data-testid=${id}>
@@ -87,9 +85,7 @@ export function ofPolicies(run, what) {
 }
 
 /** What a policy is called, by the id of its run: its folder. */
-export function nameOf(id) {
-  return id.split("/").at(-1);
-}
+export function nameOf(id) { return id.split("/").at(-1); }
 
 /** A named figure: `Reward` over `0.523`. */
 export function figure(label, value, { title, note, id } = {}) {

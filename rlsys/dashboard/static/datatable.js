@@ -1,6 +1,6 @@
 /**
- * The table of every list: rows of a table of `/api/tables`, filtered, searched, sorted, grouped and paged by the server,
- * with all of that in the address. Views name the table, and the cells that should not be shown as they are.
+ * The table of every list: rows of a table of `/api/tables`, filtered, searched, sorted, grouped and paged by the server, with all of that in the
+ * address. Views name the table, and the cells that should not be shown as they are.
  */
 
 import { get, numbered } from "./api.js";
@@ -13,6 +13,8 @@ import { visible } from "./tokens.js";
 const AGAIN_MS = 500;
 const ASKED = ["filter", "search", "order", "show", "group", "from", "to", "offset"];
 const LONG = 500; // letters of a text that a condition does not take whole
+const CONTROL = /[\u0000-\u001f]/;
+const STEPPED = new Set(["episodes", "samples", "groups", "tasks", "steps", "evaluations", "alerts"]);
 const DURATIONS = new Set(["step_s", "eta_s", "age_s", "state_s", "seconds"]);
 const TEXTS = new Set(["answer", "prompt", "text", "reason", "sentence", "detail"]);
 
@@ -66,9 +68,7 @@ export async function tableView(root, place, { signal, run }, options) {
   }
   function draw() {
     const page = answer && pages({ page: answer.offset / size, size, num: answer.num_rows, noun: `${noun}s` }, (index) => to({ offset: index * size || null }));
-    update(
-      root,
-      html`${options.head?.(to, answer, draw) ?? html`<h1 key="title" data-testid="title">${count(answer?.num_rows ?? 0, noun)}</h1>`}
+    update(root, html`${options.head?.(to, answer, draw) ?? html`<h1 key="title" data-testid="title">${count(answer?.num_rows ?? 0, noun)}</h1>`}
       ${presets?.length > 0 && html`<nav key="presets" class="tools often" aria-label="Often asked">${presets.map(
         ([label, asked]) => html`<a class="button" href=${preset(asked)} aria-current=${isAsked(asked) ? "true" : null}>${label}</a>`)}
         ${ASKED.some((name) => own[name]) && html`<a class="button" href=${preset({})} data-testid="show-all">All</a>`}</nav>`}
@@ -76,8 +76,7 @@ export async function tableView(root, place, { signal, run }, options) {
       ${problem && banner("bad", problem, { id: "refused", role: "alert" })}
       ${answer?.indexed < 1 && banner("", `${percent(answer.indexed)} of the run is indexed so far; the rest follows.`, { id: "indexing" })}
       ${answer && rows()}${page}
-      ${fold("Columns, and how to filter", described && columnHelp(described), { id: "columns", ontoggle: ({ target }) => target.open && !described && describe() })}`,
-    );
+      ${fold("Columns, and how to filter", described && columnHelp(described), { id: "columns", ontoggle: ({ target }) => target.open && !described && describe() })}`);
   }
   function isAsked(asked) {
     return Object.entries({ ...others, ...asked }).every(([name, value]) => String(own[name] ?? others[name] ?? "") === String(value));
@@ -90,7 +89,7 @@ export async function tableView(root, place, { signal, run }, options) {
       const asked = Object.fromEntries(new FormData(event.target));
       go(to({ ...asked, ...(asked.group !== own.group && { show: "", order: "" }) }));
     };
-    const hasSteps = !fixed && table !== "runs" && table !== "logs";
+    const hasSteps = !fixed && STEPPED.has(table);
     return html`<form key="questions" class="tools questions" role="search" onsubmit=${onsubmit}>${field("search", "Text anywhere", true)}
       ${field("filter", table === "runs" ? "Where, as reward > 0.5 and train.lr = 1e-6" : table === "logs" ? 'Where, as level = error and text matches "CUDA|OOM"' : "Where, as reward < 0.1 and step > 100", true)}
       ${hasSteps && html`${field("from", "From step")}${field("to", "To step")}`}${field("group", table === "runs" ? "Grouped by, as train.lr" : "Grouped by")}
@@ -115,7 +114,7 @@ export async function tableView(root, place, { signal, run }, options) {
   }
   function cell(name, kind, row, isFirst) {
     const value = row[name];
-    const text = value === null || value === undefined ? null : written(name, value, kind);
+    const text = value === null || value === undefined || value === "" ? null : written(name, value, kind);
     if (own.group) return own.group.split(/,\s*/).includes(name) ? html`<a href=${to({ group: null, order: null, filter: conjoined(own.filter, name, value) })} data-row=${isFirst || null}>${text ?? "none"}</a>` : text;
     if (options.cells?.[name]) return options.cells[name](value, row, to) ?? text;
     const href = isFirst || name === "task" ? placeOf(run, table, isFirst, row) : null;
@@ -154,8 +153,8 @@ export function condition(name, value) {
   if (value === null || value === undefined || value === "") return `${name} is empty`;
   const text = String(value);
   const quote = ['"', "'"].find((one) => !text.includes(one));
-  if (quote && text.length < LONG && !text.includes("\n")) return `${name} = ${quote}${text}${quote}`;
-  const pieces = text.trim().split("\n").at(-1).split('"'); // of a traceback, the exception
+  if (quote && text.length < LONG && !CONTROL.test(text)) return `${name} = ${quote}${text}${quote}`;
+  const pieces = text.trim().split("\n").at(-1).split('"').flatMap((piece) => piece.split(CONTROL)); // of a traceback, the exception
   return `${name} contains "${pieces.sort((a, b) => b.length - a.length)[0].slice(0, LONG)}"`;
 }
 
@@ -164,9 +163,7 @@ function conjoined(filter, name, value) {
   return filter ? `(${filter}) and ${own}` : own;
 }
 
-function filled(asked) {
-  return Object.fromEntries(Object.entries(asked).filter(([, value]) => value !== ""));
-}
+function filled(asked) { return Object.fromEntries(Object.entries(asked).filter(([, value]) => value !== "")); }
 
 function keyOf({ id, dataset, step, group_id, episode, task }) {
   return id ?? (group_id === undefined ? task : `${dataset} ${step} ${group_id} ${episode}`);

@@ -40,7 +40,7 @@ export function spread({ reward_min: low, reward_mean: mean, reward_max: high },
 
 /** The score of an evaluation, never without the share of samples that it leaves out. */
 export function scored({ mean, failed_frac }) {
-  return html`<b class="num">${number(mean)}</b>${failed_frac > 0 && html` <span class="bad-text">${percent(failed_frac)} failed</span>`}`;
+  return html`<span><b class="num">${number(mean)}</b>${failed_frac > 0 && html` <span class="bad-text">${percent(failed_frac)} failed</span>`}</span>`;
 }
 
 /** A curve of `values` without axes, which fills its box; null if there are fewer than two. */
@@ -53,9 +53,7 @@ export function sparkline(values) {
   return html`<svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true"><polyline points=${points} /></svg>`;
 }
 
-function place(value, scale) {
-  return 2 + ((value - scale.low) / (scale.high - scale.low)) * (WIDTH - 4);
-}
+function place(value, scale) { return 2 + ((value - scale.low) / (scale.high - scale.low)) * (WIDTH - 4); }
 
 function axis(x) {
   return html`<rect class="zero" x=${x - 0.35} y="0" width="0.7" height=${HEIGHT} />`;

@@ -15,17 +15,8 @@ import { Swimlanes, lanesWidth, windowOf } from "../swimlanes.js";
 export const title = "Cluster";
 
 const HELD_UP_BY = {
-  rollout: "the rollouts",
-  reward: "the rewards",
-  annotate: "the annotators",
-  trainer: "the trainer",
-  weights: "the hand-over of weights",
-  evaluation: "the evaluation",
-  balanced: "nobody",
-  straggler: "one slow worker",
-  order: "older groups",
-  environment: "tools and environments",
-  lockstep: "lockstep",
+  rollout: "the rollouts", reward: "the rewards", annotate: "the annotators", trainer: "the trainer", weights: "the hand-over of weights",
+  evaluation: "the evaluation", balanced: "nobody", straggler: "one slow worker", order: "older groups", environment: "tools and environments", lockstep: "lockstep",
 };
 const QUEUE = "Groups that are somewhere between being issued and being trained, and those of them that are ready to be trained";
 
@@ -53,9 +44,7 @@ export async function render(root, place, { signal, run }) {
     const head = html`<div key="head" class="head"><h1 data-testid="title">Cluster</h1></div>`;
     if (answer.begin_s === null) return update(root, head, empty("No worker has been heard of yet.", "This page fills once the run has started its workers."));
     const hasLanes = run.has_spans && answer.lanes.length > 0;
-    update(
-      root,
-      html`${head}${bottleneck(answer.bottleneck)}${stale(answer)}
+    update(root, html`${head}${bottleneck(answer.bottleneck)}${stale(answer)}
       <h2 key="h-lanes">Who did what, and when</h2>
       ${hasLanes ? html`<${Swimlanes} key="lanes" answer=${answer} isFollowing=${window === null} look=${look} />` : noLanes(run)}
       <section key="replicas"><h2>Weights held by each replica</h2>${replicas(answer)}</section>
@@ -64,8 +53,7 @@ export async function render(root, place, { signal, run }) {
       ${answer.speeds.length > 0 && html`<section key="speeds"><h2>Speed of each replica</h2>
         <${Chart} id="speeds" title="Tokens sampled" unit="tokens/s" x="time" sync="time" help=${SPEED} lines=${speedLines(answer)} span=${[answer.from_s - answer.begin_s, answer.to_s - answer.begin_s]} /></section>`}
       <section key="restarts"><h2>Workers that failed</h2>${restarts(place.run, answer)}</section>
-      ${machine && machineSection(machine)}`,
-    );
+      ${machine && machineSection(machine)}`);
   }
   await load(run);
   return load;
@@ -116,9 +104,7 @@ function stale(answer) {
 
 function why(replica, answer) {
   const unseen = answer.end_s - replica.seen_s;
-  const held =
-    replica.version === null
-      ? "it never said which version it holds"
+  const held = replica.version === null ? "it never said which version it holds"
       : `it holds version ${replica.version}, and was ${number(replica.behind)} behind when it last answered; the newest is ${answer.newest_version}`;
   return unseen > 30 ? `${held}. That was ${duration(unseen)} before the last event.` : `${held}.`;
 }

@@ -3,11 +3,12 @@
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { chartTools, choicesOf, paramsOf, toggled, windowOf } from "../choices.js";
-import { Table, empty, fold, status } from "../components.js";
-import { count, duration, number } from "../format.js";
+import { Table, empty, fold } from "../components.js";
+import { count } from "../format.js";
 import { html, update } from "../html.js";
+import { lookOf } from "../plotting.js";
 import { go, link, note } from "../router.js";
-import { evaluations } from "./runs.js";
+import { runTable } from "./runs.js";
 
 export const title = "Compare";
 
@@ -47,10 +48,8 @@ export async function render(root, { query }, { signal }) {
       target.value = "";
       if (names.includes(name)) chart(name);
     };
-    update(
-      root,
-      html`<div class="head"><h1>Compare</h1></div>
-      <${Table} columns=${COLUMNS} rows=${runs} id="compared" keyOf=${({ id }) => id} />
+    update(root, html`<div class="head"><h1>Compare</h1></div>
+      ${runTable(runs, "compared")}
       <div class="tools after" key="tools">
         <input type="search" list="metric-names" placeholder="Add a metric" aria-label="Add a metric" data-search data-testid="add-metric" onchange=${add} />
         <datalist id="metric-names">${names.map((name) => html`<option value=${name} />`)}</datalist>
@@ -58,14 +57,11 @@ export async function render(root, { query }, { signal }) {
       ${chartTools(choices, choose)}
       <h2 class="visually-hidden" key="h-curves">Curves</h2>
       <div class="charts after" key="curves" data-testid="curves">${charts.map((one) => html`<${Chart} key=${one.id} ...${one} choices=${choices} choose=${choose} pick=${pick} />`)}</div>
-      <h2>Configuration</h2>${configuration(labels, differences)}`,
-    );
+      <h2>Configuration</h2>${configuration(labels, differences)}`);
   }
 
   const pick = (step, line) => line && go(link("groups", line.run, { step }));
-  function noted() {
-    note(link("compare", null, { run: ids, metric: chosen, ...paramsOf(choices) }));
-  }
+  function noted() { note(link("compare", null, { run: ids, metric: chosen, ...paramsOf(choices) })); }
   function choose(changes) {
     choices = { ...choices, ...changes };
     noted();
@@ -94,12 +90,6 @@ function chartOf(name, ids, labels, answers) {
   return { id: name, title: name, help: one.help, unit: one.unit, noun: "no unit", lines };
 }
 
-/** How a run looks on every chart: no two of 44 are alike. */
-export function lookOf(index) {
-  const dashes = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
-  return { colour: `--c${(index % 11) + 1}`, dash: dashes[((index % 11) + Math.floor(index / 11)) % 4] };
-}
-
 /** What runs are called here: by name, unless two share one. */
 export function labelsOf(runs) {
   const names = runs.map(({ id, name }) => name || id);
@@ -115,17 +105,6 @@ function configuration(labels, differences) {
   return html`${shared.length ? differing(shared, "differences") : html`<p class="muted">In the keys that all of them have they are the same.</p>`}
     ${lacking.length > 0 && fold(`${count(lacking.length, "key")} that not all of them have`, differing(lacking, "lacking-keys"), { id: "lacking" })}`;
 }
-
-const COLUMNS = [
-  { label: "Run", isHead: true, cell: (run) => html`<a href=${link("overview", run.id)} data-row>${run.name || run.id}</a>` },
-  { label: "Status", cell: (run) => status(run.status) },
-  { label: "Model", cell: (run) => run.model || null },
-  { label: "Algorithm", cell: (run) => run.algorithm || null },
-  { label: "Step", isNumber: true, cell: (run) => number(run.step) },
-  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", cell: (run) => number(run.reward) },
-  { label: "Evaluations", cell: evaluations },
-  { label: "Step time", isNumber: true, cell: (run) => duration(run.step_s) },
-];
 
 function differenceColumns(labels) {
   const shown = (value) => (value === null ? html`<span class="muted">not there</span>` : html`<code class=${value.length <= SHORT ? "whole" : null}>${value}</code>`);

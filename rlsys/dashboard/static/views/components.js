@@ -32,9 +32,7 @@ export async function render(root) {
   let choices = NOTHING_CHOSEN;
   let order = "reward desc";
   const draw = () =>
-    update(
-      root,
-      html`<h1>Components</h1>
+    update(root, html`<h1>Components</h1>
       ${part("Words", html`<div class="tools">${STATES.map(status)} ${badge("plain")} ${badge("bad", "bad")} ${badge("warn", "warn")} ${badge("good", "good")}</div>`)}
       ${part("Numbers", html`<dl class="figures">${figure("Reward", number(0.5231), { note: "mean" })}${figure("Tokens", number(1234567))}
         ${figure("Share", percent(0.123))}${figure("Time", duration(7500))}${figure("Entropy", quantity(0.52, "nats"))}</dl>`)}
@@ -50,16 +48,9 @@ export async function render(root) {
       )}</div>`)}
       ${part("Texts", html`${message("user", "What is 2 + 3?")}<${LongText} text=${"A long text. ".repeat(2000)} style=${{ maxHeight: "6rem", overflow: "auto" }} tabindex="0" />
         ${fold("What can be unfolded", html`<p>Unfolded.</p>`)}`)}
-      ${part("Nothing, and errors", html`${empty("Nothing to show.", "What to do about it.")}${failure("Page", { message: "nobody answers", address: "api/run" }, () => {})}`)}`,
-    );
-  const choose = (changes) => {
-    choices = { ...choices, ...changes };
-    draw();
-  };
-  const orderBy = (by) => {
-    order = by;
-    draw();
-  };
+      ${part("Nothing, and errors", html`${empty("Nothing to show.", "What to do about it.")}${failure("Page", { message: "nobody answers", address: "api/run" }, () => {})}`)}`);
+  const choose = (changes) => { choices = { ...choices, ...changes }; draw(); };
+  const orderBy = (by) => { order = by; draw(); };
   draw();
 }
 

@@ -4,9 +4,9 @@ import { get } from "../api.js";
 import { badge, empty, neighbour, ofPolicies } from "../components.js";
 import { tableView } from "../datatable.js";
 import { count, number } from "../format.js";
-import { histogramOf } from "../histogram.js";
 import { html } from "../html.js";
 import { scaleOf, spread } from "../marks.js";
+import { histogramOf } from "../plotting.js";
 import { go } from "../router.js";
 
 export const title = "Groups";
@@ -14,25 +14,24 @@ export const title = "Groups";
 const SHOWN = "task, reward, reward_min, equal, failed, truncated, episodes, length, staleness, worker, group_id";
 const LABELS = { reward: "mean reward", reward_min: "lowest to highest", equal: "equal rewards", length: "length (tokens)", staleness: "staleness (versions)", worker: "replica", group_id: "group" };
 
+/** Options of a table of groups. `rows()`: what is known of the rewards of each. */
+export function groupCells(rows, more) {
+  const flag = (kind, word) => (num) => (num ? badge(word ?? num, kind) : null);
+  const range = (_, { group_id }) => {
+    const group = rows().find((one) => one.group_id === group_id);
+    return group && spread(group, scaleOf(rows().flatMap(({ reward_min, reward_max }) => [reward_min, reward_max])));
+  };
+  return { table: "groups", noun: "group", labels: LABELS, cells: { reward_min: range, equal: flag("warn", "equal rewards"), failed: flag("bad"), truncated: flag("warn"), ...more } };
+}
+
 export async function render(root, place, context) {
-  let [answer, groups, scale] = [null, null, null];
-  const flag = (kind, word) => (num) => (num ? badge(word ?? num, kind) : "");
+  let answer = null;
   return tableView(root, place, context, {
-    table: "groups",
-    noun: "group",
+    ...groupCells(() => answer.groups),
     usual: { order: "group_id", show: SHOWN },
     fixed: () => `step = ${answer.step ?? -1}`,
-    labels: LABELS,
-    cells: {
-      reward_min: (_, { group_id }) => groups.has(group_id) && spread(groups.get(group_id), scale),
-      equal: flag("warn", "equal rewards"),
-      failed: flag("bad"),
-      truncated: flag("warn"),
-    },
     load: async () => {
       answer = await get("groups", { run: place.run, step: place.query.get("step") }, context.signal);
-      groups = new Map(answer.groups.map((group) => [group.group_id, group]));
-      scale = scaleOf(answer.groups.flatMap((group) => [group.reward_min, group.reward_max]));
     },
     head: (to) => html`${head(answer, to)}${histogram(answer.groups, place.query.get("filter"), to)}${answer.groups.some((group) => !group.has_rollouts) && notWritten(context.run)}`,
     none: (run) => (run.policies.length ? ofPolicies(run, "The groups") : answer.step === null && noStep()),
@@ -49,10 +48,7 @@ function head(answer, to) {
 }
 
 function stepField(answer, to) {
-  const onsubmit = (event) => {
-    event.preventDefault();
-    go(to({ step: new FormData(event.target).get("step") }));
-  };
+  const onsubmit = (event) => { event.preventDefault(); go(to({ step: new FormData(event.target).get("step") })); };
   return html`<form key="step" onsubmit=${onsubmit}><label class="visually-hidden" for="step">Step</label>
     <input id="step" name="step" type="number" class="step" defaultValue=${answer.step} min=${answer.first_step} max=${answer.last_step}
       data-testid="step" title=${`Step ${answer.first_step} to ${answer.last_step}; Enter goes there`} /></form>`;
@@ -65,8 +61,7 @@ function histogram(groups, filter, to) {
   const most = Math.max(...bins.map((bin) => bin.count));
   const column = (bin, index) => {
     const isLast = index === bins.length - 1;
-    const [label, own] = bin.from === bin.to
-      ? [number(bin.from), `reward = ${bin.from}`]
+    const [label, own] = bin.from === bin.to ? [number(bin.from), `reward = ${bin.from}`]
       : [`${number(bin.from)} to ${number(bin.to)}`, `reward >= ${bin.from} and reward ${isLast ? "<=" : "<"} ${bin.to}`];
     return html`<button key=${index} type="button" class="column" onclick=${() => go(to({ filter: filter === own ? null : own }))} aria-pressed=${filter === own}
       aria-label=${`${count(bin.count, "group")} with a mean reward of ${label}`} data-testid="column" title=${label}>

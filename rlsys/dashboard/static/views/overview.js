@@ -3,7 +3,7 @@
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { chartTools, choicesOf, paramsOf, windowOf } from "../choices.js";
-import { Table, empty, figure, nameOf, status } from "../components.js";
+import { Table, empty, figure } from "../components.js";
 import { condition } from "../datatable.js";
 import { FAMILIES, NAMES, linesOf } from "../families.js";
 import { ago, date, duration, number, percent } from "../format.js";
@@ -11,6 +11,7 @@ import { html, update } from "../html.js";
 import { metricList } from "../metriclist.js";
 import { go, link, note } from "../router.js";
 import { visible } from "../tokens.js";
+import { runTable } from "./runs.js";
 
 export const title = "Overview";
 
@@ -44,9 +45,7 @@ export async function render(root, { run: id, query }, { signal, run }) {
     const open = alerts.filter(({ until_step }) => until_step === null);
     const [learning, ...rest] = families[0]?.family === FAMILIES[0] ? families : [{ charts: [] }, ...families];
     const one = (chart) => html`<${Chart} key=${chart.id} ...${chart} span=${span} choices=${choices} choose=${choose} pick=${pick} />`;
-    update(
-      root,
-      html`<h1 class="visually-hidden">Overview</h1>
+    update(root, html`<h1 class="visually-hidden">Overview</h1>
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
         <h2 class="visually-hidden">Reward and evaluation</h2>
@@ -63,13 +62,10 @@ export async function render(root, { run: id, query }, { signal, run }) {
         style=${{ "--num": charts.length }}><h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}</div>
       ${metrics.length > 0 && html`<section key="all" data-testid="all-metrics"><h2 id="all-metrics">All metrics</h2>
         <div class="charts">${more.map(one)}</div>
-        ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`}`,
-    );
+        ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`}`);
   }
 
-  function noted() {
-    note(link("overview", id, { metric: [...chosen], ...paramsOf(choices) }));
-  }
+  function noted() { note(link("overview", id, { metric: [...chosen], ...paramsOf(choices) })); }
   function choose(changes) {
     choices = { ...choices, ...changes };
     noted();
@@ -81,28 +77,14 @@ export async function render(root, { run: id, query }, { signal, run }) {
     noted();
     return refresh();
   }
-  function explain() {
-    isExplained = !isExplained;
-    return refresh();
-  }
-  function pick(step) {
-    go(link("groups", id, { step }));
-  }
-  function seek(text) {
-    sought = text;
-    draw();
-  }
-  function unfold() {
-    isWhole = true;
-    draw();
-  }
+  function explain() { isExplained = !isExplained; return refresh(); }
+  function pick(step) { go(link("groups", id, { step })); }
+  function seek(text) { sought = text; draw(); }
+  function unfold() { isWhole = true; draw(); }
 
   await refresh();
   root.querySelector(`#${CSS.escape(`chart-metric-${query.get("metric")}`)}`)?.setAttribute("data-arrive", "");
-  return (now) => {
-    run = now;
-    return refresh();
-  };
+  return (now) => { run = now; return refresh(); };
 }
 
 /** All charts of an answer, as props: once for each answer, because a chart looks anew at lines that are others. */
@@ -114,9 +96,7 @@ function chartsOf(series, alerts, chosen) {
   const families = FAMILIES.map((family) => ({
     family,
     slug: family.heading.toLowerCase().replaceAll(" ", "-"),
-    charts: family.charts
-      .map((chart) => [chart, linesOf(chart, series)])
-      .filter(([, lines]) => lines.length)
+    charts: family.charts.map((chart) => [chart, linesOf(chart, series)]).filter(([, lines]) => lines.length)
       .map(([chart, lines]) => chartOf(chart, lines)),
   })).filter(({ charts }) => charts.length);
   const found = [...chosen].map((name) => series.find((one) => one.name === name)).filter(Boolean);
@@ -190,17 +170,8 @@ function facts(summary, { series }) {
 function policyTable(policies) {
   return html`<section key="policies"><h2>Policies</h2>
     <p class="muted small">Each is a run of its own, with its steps, groups and alerts.</p>
-    <${Table} columns=${POLICIES} rows=${policies} id="policies" keyOf=${({ id }) => id} /></section>`;
+    ${runTable(policies, "policies")}</section>`;
 }
-
-const POLICIES = [
-  { label: "Policy", isHead: true, cell: ({ id }) => html`<a href=${link("overview", id)} data-row data-testid=${`policy-${nameOf(id)}`}>${nameOf(id)}</a>` },
-  { label: "Status", cell: (policy) => status(policy.status) },
-  { label: "Algorithm", cell: ({ algorithm }) => algorithm || null },
-  { label: "Step", isNumber: true, cell: ({ step }) => number(step) },
-  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", cell: ({ reward }) => number(reward) },
-  { label: "Open alerts", isNumber: true, cell: ({ num_alerts }) => number(num_alerts) },
-];
 
 /** The way from the run of one policy to the run it is part of. */
 function policyOf({ id }) {

@@ -1,9 +1,9 @@
 /** All runs of the folder, and the choice of some to compare. */
 
 import { get } from "../api.js";
-import { badge, empty, status } from "../components.js";
+import { Table, badge, empty, nameOf, status } from "../components.js";
 import { tableView } from "../datatable.js";
-import { ago, date, number } from "../format.js";
+import { ago, date, duration, number } from "../format.js";
 import { html } from "../html.js";
 import { scored, sparkline } from "../marks.js";
 import { go, link } from "../router.js";
@@ -63,6 +63,23 @@ function named({ name, last_error }, id) {
 }
 
 /** The last score on each data set, with its failed share. */
-export function evaluations({ evaluations: scores }) {
+function evaluations({ evaluations: scores }) {
   return scores.length ? html`<ul class="reasons">${scores.map((one) => html`<li title=${`${one.dataset}, step ${one.step}`}><span class="of">${one.dataset}</span> ${scored(one)}</li>`)}</ul>` : null;
 }
+
+/** A few runs beside each other. */
+export function runTable(runs, id) {
+  return html`<${Table} columns=${COLUMNS} rows=${runs} id=${id} keyOf=${(run) => run.id} />`;
+}
+
+const COLUMNS = [
+  { label: "Run", isHead: true, cell: ({ id, name }) => html`<a href=${link("overview", id)} data-row data-testid=${`row-${nameOf(id)}`}>${name || nameOf(id)}</a>` },
+  { label: "Status", cell: (run) => status(run.status) },
+  { label: "Algorithm", cell: ({ algorithm }) => algorithm || null },
+  { label: "Model", cell: ({ model }) => model || null },
+  { label: "Step", isNumber: true, cell: ({ step }) => number(step) },
+  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", cell: ({ reward }) => number(reward) },
+  { label: "Evaluations", title: "Last score on each data set", cell: evaluations },
+  { label: "Step time", isNumber: true, cell: ({ step_s }) => duration(step_s) },
+  { label: "Open alerts", isNumber: true, cell: ({ num_alerts }) => number(num_alerts) },
+];
