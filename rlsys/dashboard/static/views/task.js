@@ -33,7 +33,7 @@ function charts(run, { points }) {
   const line = (label, field, kind) => ({ label, kind, xs: trained.map(({ step }) => step), ys: trained.map((point) => point[field]), colour: "--c1", dash: [] });
   const rewards = [line("lowest", "reward_min", "band"), line("highest", "reward_max", "band"), line("mean", "reward_mean", "line")];
   const pick = (step) => go(link("groups", run, { step }));
-  return trained.length > 0 && html`<h2 class="visually-hidden">Over the steps</h2><div key="charts" class="charts">
+  return trained.length > 0 && html`<h2 key="h-charts" class="visually-hidden">Over the steps</h2><div key="charts" class="charts">
     <${Chart} id="task-reward" title="Reward" noun="reward" help=${REWARD} lines=${rewards} pick=${pick} />
     <${Chart} id="task-length" title="Length" unit="tokens" help="Tokens sampled in an episode, mean" lines=${[line("mean", "length_mean", "line")]} pick=${pick} /></div>`;
 }
