@@ -1,12 +1,11 @@
-"""Lists of evaluations, and of the tasks of one whose samples were written."""
+"""Lists of evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlsys.dashboard.responses import EvaluationAnswer, EvaluationRow
+from rlsys.dashboard.responses import EvaluationRow
 from rlsys.dashboard.rollout_files import RolloutFiles
-from rlsys.dashboard.rollout_listing import PAGE, row_of
 from rlsys.monitoring.events import EvalDone
 
 
@@ -20,14 +19,6 @@ def evaluation_row(done: EvalDone, samples: RolloutFiles | None) -> EvaluationRo
         failures=done.failures,
         seconds=done.seconds or None,
         has_samples=samples is not None and done.step in samples.steps(),
-    )
-
-
-def evaluation_answer(samples: RolloutFiles, dataset: str, step: int, page: int) -> EvaluationAnswer:
-    """Describe the tasks of an evaluation. Raises `NoSuch`."""
-    shown = [row_of(record) for record in samples.records(step, page * PAGE, PAGE)]
-    return EvaluationAnswer(
-        dataset=dataset, step=step, groups=shown, num_groups=len(samples.group_ids(step)), page=page
     )
 
 

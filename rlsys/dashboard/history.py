@@ -12,7 +12,6 @@ from rlsys.dashboard.failures import Failures
 from rlsys.dashboard.groups import Groups
 from rlsys.dashboard.paces import Paces
 from rlsys.dashboard.replicas import Replicas
-from rlsys.dashboard.responses import LogLine
 from rlsys.dashboard.run_files import Chunk, Tail
 from rlsys.dashboard.series import SeriesColumns
 from rlsys.dashboard.spans import PREFIX, Spans
@@ -28,7 +27,6 @@ from rlsys.monitoring.events import (
     StepDone,
     WorkerFailed,
 )
-from rlsys.monitoring.trackers.console import note_of
 
 _Hears: TypeAlias = Callable[[Event, float], object]
 
@@ -50,7 +48,6 @@ class EventHistory:
         """By data set and step."""
         self.engines: dict[str, str] = {}
         """Worker -> engine and reason."""
-        self.log: list[LogLine] = []
         """Oldest first."""
         self.started: RunStarted | None = None
         """Last start; a resumed run has several."""
@@ -110,8 +107,6 @@ class EventHistory:
         self.heard(time_s)
         for hear in self._hears.get(type(event), ()):
             hear(event, time_s)
-        if (text := note_of(event)) is not None:
-            self.log.append(LogLine(time_s, event.kind, text))
 
     def heard(self, time_s: float) -> None:
         """Record that the run was active at `time_s`."""

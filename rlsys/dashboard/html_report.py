@@ -213,13 +213,13 @@ def _ledger(readings: Readings, run: str) -> Iterator[Html]:
                 str(row.group_id),
                 row.task_id,
                 row.state,
-                row.where,
+                row.worker,
                 f"{row.age_s:.0f} s",
                 "overdue" if row.is_overdue else "",
             )
             for row in ledger.pending[:_MOST_ROWS]
         ]
-        yield table(("group", "task", "state", "where", "age", ""), rows)
+        yield table(("group", "task", "state", "worker", "age", ""), rows)
 
 
 def _config(answer: RunAnswer) -> Iterator[Html]:

@@ -66,10 +66,6 @@ def _runs(readings: Readings, tables: Tables) -> APIRouter:
         tables.prepare(run)
         return Answer(readings.run(run))
 
-    @get("/log")
-    def log(run: Run, before: Whole | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> Answer:
-        return Answer(readings.log(run, before, limit))
-
     @get("/series")
     def series(
         run: Run,
@@ -102,17 +98,6 @@ def _runs(readings: Readings, tables: Tables) -> APIRouter:
     def machine(run: Run, points: Annotated[int, Query(ge=2, le=10_000)] = 500) -> Answer:
         return Answer(readings.machine(run, points))
 
-    @get("/logs")
-    def logs(
-        run: Run,
-        worker: Annotated[list[Name] | None, Query(max_length=500)] = None,
-        level: str = "debug",
-        q: Name = "",
-        page: Whole = 0,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
-    ) -> Answer:
-        return Answer(readings.logs(run, worker or (), level, q, page, limit))
-
     @get("/failures")
     def failures(run: Run) -> Answer:
         return Answer(readings.failures(run))
@@ -132,8 +117,8 @@ def _rollouts(readings: Readings) -> APIRouter:
     router, get = _router()
 
     @get("/groups")
-    def groups(run: Run, step: Whole | None = None, page: Whole = 0, show: str = "all", q: Name = "") -> Answer:
-        return Answer(readings.groups(run, step, page, show, q))
+    def groups(run: Run, step: Whole | None = None) -> Answer:
+        return Answer(readings.groups(run, step))
 
     @get("/group")
     def group(run: Run, step: Whole, group_id: Whole, dataset: Name = "") -> Answer:
@@ -147,17 +132,9 @@ def _rollouts(readings: Readings) -> APIRouter:
     def evaluations(run: Run) -> Answer:
         return Answer(readings.evaluations(run))
 
-    @get("/evaluation")
-    def evaluation(run: Run, dataset: Name, step: Whole, page: Whole = 0) -> Answer:
-        return Answer(readings.evaluation(run, dataset, step, page))
-
     @get("/task")
     def task(run: Run, task: Name) -> Answer:
         return Answer(readings.task(run, task))
-
-    @get("/tasks")
-    def tasks(run: Run, q: Name = "", page: Whole = 0) -> Answer:
-        return Answer(readings.tasks(run, q, page))
 
     return router
 

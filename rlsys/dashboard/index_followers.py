@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.run_index import IndexProblem, RunIndex
@@ -42,8 +41,11 @@ class IndexFollowers:
     def current(self, folder: RunFolder) -> RunIndex:
         """Return the index of a run with what it wrote last, unless that takes long."""
         index = self.want(folder)
-        with suppress(IndexProblem):  # another process is writing, for instance: the index is as it was
+        index.problem = ""
+        try:
             index.update(_AT_ONCE_S)
+        except IndexProblem as problem:  # the disk is full, for instance: the index is as it was
+            index.problem = str(problem)
         return index
 
     def start(self) -> None:

@@ -274,6 +274,7 @@ def _evaluations(connection: sqlite3.Connection, between: tuple[int, int] | None
 
 def _logs(connection: sqlite3.Connection, between: tuple[int, int] | None) -> QueryTable:
     columns = {
+        "id": QueryColumn("int", "Its number in the index.", "id"),
         "time_s": QueryColumn(
             "time", "Its time; of a line of a log file, that of the next sample of its worker, every 5 s.", "time_s"
         ),
@@ -290,7 +291,7 @@ def _logs(connection: sqlite3.Connection, between: tuple[int, int] | None) -> Qu
         key="id",
         columns=columns,
         shown=("time_s", "level", "worker", "text"),
-        identity=("file", "kind"),
+        identity=("id",),
         order_by=(Ordering("time_s", is_descending=True),),
         searched=("text", "worker"),
         step=None,

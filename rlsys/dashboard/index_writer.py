@@ -153,8 +153,8 @@ class IndexWriter:
         return 0
 
     def _log_names(self) -> list[str]:
-        """Names of log files in the run's folder."""
-        names = (entry.name for entry in _entries(self._folder.path / LOGS))
+        """Names of log files in the run's folder; a link is none, because it may lead to another file."""
+        names = (entry.name for entry in _entries(self._folder.path / LOGS) if not entry.is_symlink())
         return [f"{LOGS}/{name}" for name in names if name.endswith((_LOG, _LOG + _BEFORE))]
 
     def _rollouts(self, listed: Sequence[_Listed]) -> Iterator[None]:

@@ -57,7 +57,7 @@ _PENDING: Mapping[str, tuple[Kind, str]] = {
     "group_id": ("int", "Its id."),
     "task_id": ("text", "Its task."),
     "state": ("text", "What it waits for."),
-    "where": ("text", "Worker that is processing it."),
+    "worker": ("text", "Worker that is processing it."),
     "age_s": ("float", "Seconds since it was first issued."),
     "state_s": ("float", "Seconds in its state."),
     "num_attempts": ("int", "Times that it was issued."),

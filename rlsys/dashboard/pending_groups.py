@@ -35,7 +35,7 @@ def _row(facts: GroupFacts, now_s: float, typical_s: float | None) -> PendingRow
         group_id=facts.group_id,
         task_id=facts.task_id,
         state=PENDING[facts.state],
-        where=facts.where if facts.state == "is rolled out" else "",
+        worker=facts.where if facts.state == "is rolled out" else "",
         age_s=age_s,
         state_s=max(0.0, now_s - facts.since_s),
         num_attempts=facts.num_attempts,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rlsys.dashboard.cluster_view import cluster, window
 from rlsys.dashboard.configs import differences
 from rlsys.dashboard.episodes import episode_answer, group_answer
-from rlsys.dashboard.evaluations import evaluation_answer, evaluation_row, newest_first
+from rlsys.dashboard.evaluations import evaluation_row, newest_first
 from rlsys.dashboard.folders import RunFolder, all_runs, as_text, find_run
 from rlsys.dashboard.open_run import OpenedRun
 from rlsys.dashboard.pending_groups import ledger
@@ -31,13 +31,11 @@ from rlsys.dashboard.responses import (
     ClusterAnswer,
     CompareAnswer,
     EpisodeAnswer,
-    EvaluationAnswer,
     EvaluationsAnswer,
     FailuresAnswer,
     GroupAnswer,
     GroupsAnswer,
     LedgerAnswer,
-    LogAnswer,
     MachineAnswer,
     MetricsAnswer,
     RunAnswer,
@@ -45,13 +43,10 @@ from rlsys.dashboard.responses import (
     RunSummary,
     SeriesAnswer,
     TaskAnswer,
-    TasksAnswer,
-    WorkerLogsAnswer,
 )
 from rlsys.dashboard.rollout_listing import neighbours
 from rlsys.dashboard.run_preview import Glimpses
 from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
-from rlsys.dashboard.worker_logs import logs_answer
 from rlsys.monitoring.alerts import RULES
 
 MOST_OPENED = 32
@@ -117,14 +112,6 @@ class Readings:
                 policies=self._policies(opened.folder),
             )
 
-    def log(self, run: str, before: int | None = None, limit: int = 200) -> LogAnswer:
-        """Log in words, newest first."""
-        with self._open(run) as opened:
-            log = opened.history.log
-            end = len(log) if before is None else max(0, min(before, len(log)))
-            begin = max(0, end - limit)
-            return LogAnswer(log[begin:end][::-1], begin or None)
-
     def series(
         self,
         run: str,
@@ -153,10 +140,10 @@ class Readings:
             ]
             return AlertsAnswer(rows, rules)
 
-    def groups(self, run: str, step: int | None = None, page: int = 0, show: str = "all", q: str = "") -> GroupsAnswer:
+    def groups(self, run: str, step: int | None = None) -> GroupsAnswer:
         """Groups trained by a step."""
         with self._open(run) as opened:
-            return opened.lists.step(step, page, show, q)
+            return opened.lists.step(step)
 
     def evaluations(self, run: str) -> EvaluationsAnswer:
         """Every evaluation."""
@@ -164,11 +151,6 @@ class Readings:
             samples = {name: opened.rollouts_of(name) for name in opened.datasets()}
             done = newest_first(opened.history.evaluations.values())
             return EvaluationsAnswer([evaluation_row(one, samples.get(one.dataset)) for one in done])
-
-    def evaluation(self, run: str, dataset: str, step: int, page: int = 0) -> EvaluationAnswer:
-        """Tasks of one evaluation."""
-        with self._open(run) as opened:
-            return evaluation_answer(opened.rollouts_of(dataset), dataset, step, page)
 
     def group(self, run: str, step: int, group_id: int, dataset: str = "") -> GroupAnswer:
         """A group trained by a step, or a task of the evaluation of that version on a data set."""
@@ -189,10 +171,6 @@ class Readings:
         with self._open(run) as opened:
             return opened.lists.task(task)
 
-    def tasks(self, run: str, q: str = "", page: int = 0) -> TasksAnswer:
-        with self._open(run) as opened:
-            return opened.lists.tasks(q, page)
-
     def cluster(
         self, run: str, from_s: float | None = None, to_s: float | None = None, width: int = 1000
     ) -> ClusterAnswer:
@@ -206,20 +184,6 @@ class Readings:
         with self._open(run) as opened:
             opened.machine.look()
             return opened.machine.answer(points)
-
-    def logs(
-        self,
-        run: str,
-        workers: Sequence[str] = (),
-        level: str = "debug",
-        q: str = "",
-        page: int = 0,
-        limit: int = 200,
-    ) -> WorkerLogsAnswer:
-        """Output of the workers."""
-        with self._open(run) as opened:
-            opened.machine.look()
-            return logs_answer(opened.folder, opened.machine, workers, level, q, page, limit)
 
     def failures(self, run: str) -> FailuresAnswer:
         """Reasons for which episodes of training failed."""

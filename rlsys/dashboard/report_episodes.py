@@ -20,7 +20,7 @@ def episodes(readings: Readings, run: str) -> Iterator[Html]:
     if written is None:
         return
     step = written[1]
-    rows = _groups(readings, run, step)
+    rows = readings.groups(run, step).groups
     yield h("h2", f"Episodes of step {step}")
     scored = [row for row in rows if row.reward_mean is not None]
     chosen: dict[int, str] = {}
@@ -41,16 +41,6 @@ def episodes(readings: Readings, run: str) -> Iterator[Html]:
 def _mean(row: GroupRow) -> float:
     assert row.reward_mean is not None
     return row.reward_mean
-
-
-def _groups(readings: Readings, run: str, step: int) -> list[GroupRow]:
-    """All groups of a step, from all pages."""
-    page = readings.groups(run, step)
-    rows = list(page.groups)
-    while page.groups and len(rows) < page.num_groups:
-        page = readings.groups(run, step, page.page + 1)
-        rows.extend(page.groups)
-    return rows
 
 
 def _group(title: str, group: GroupAnswer) -> Html:

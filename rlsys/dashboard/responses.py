@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from rlsys.monitoring.alerts import Alert
 from rlsys.types import EpisodeSpan, Json
@@ -70,15 +70,6 @@ class RunsAnswer:
     """Newest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """Event in words."""
-
-    time_s: float
-    kind: str
-    text: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAnswer:
     """`/api/run?run=`"""
@@ -103,14 +94,6 @@ class RunAnswer:
     """First and last step with readable rollouts."""
     policies: Sequence[RunSummary]
     """Summaries of the policies, each of which is also a run; empty for one policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogAnswer:
-    """`/api/log?run=&before=&limit=`: newest first; `before` is an index from an earlier answer, for paging."""
-
-    lines: Sequence[LogLine]
-    next_before: int | None
 
 
 Axis = Literal["step", "time", "tokens", "samples"]
@@ -207,10 +190,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsAnswer:
-    """`/api/groups?run=&step=&page=&show=&q=`: groups trained by a step; without `step`, by the newest.
-
-    `show` is `all`, `zero_std`, `failed` or `truncated`; `q` is part of a task's id. `page` counts from 0, 50 a page.
-    """
+    """`/api/groups?run=&step=`: groups trained by a step; without `step`, by the newest."""
 
     step: int | None
     """None: no trained group was reported or written."""
@@ -219,9 +199,6 @@ class GroupsAnswer:
     first_step: int | None
     last_step: int | None
     groups: Sequence[GroupRow]
-    num_groups: int
-    """Groups on all pages."""
-    page: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +214,8 @@ class EvaluationRow:
     """Reason for which samples failed -> number of them."""
     seconds: float | None
     has_samples: bool
-    """True if the samples were written: `/api/evaluation` lists them."""
+    """True if the samples were written: the table `samples` lists them, and `/api/group` and `/api/episode` take their
+    `dataset` and `step`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +223,6 @@ class EvaluationsAnswer:
     """`/api/evaluations?run=`: every evaluation, newest first."""
 
     evaluations: Sequence[EvaluationRow]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationAnswer:
-    """`/api/evaluation?run=&dataset=&step=&page=`: the tasks of an evaluation whose samples were written, 50 per page.
-
-    `/api/group` and `/api/episode` take the same `dataset` and `step`.
-    """
-
-    dataset: str
-    step: int
-    groups: Sequence[GroupRow]
-    num_groups: int
-    page: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,26 +366,6 @@ class TaskAnswer:
     points: Sequence[TaskPoint]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """A task in the list of tasks."""
-
-    task_id: str
-    num_groups: int
-    first_reward: float | None
-    last_reward: float | None
-    last_step: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class TasksAnswer:
-    """`/api/tasks?run=&q=&page=`: tasks by id, 50 a page; `q` is part of the id."""
-
-    tasks: Sequence[TaskRow]
-    num_tasks: int
-    page: int
-
-
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
     """Time span in which a worker was busy."""
@@ -553,7 +497,7 @@ class PendingRow:
     group_id: int
     task_id: str
     state: Literal["waits for a replica", "is rolled out", "waits for its reward", "waits to be trained", "is lost"]
-    where: str
+    worker: str
     """Worker that is processing it; empty if there is none."""
     age_s: float
     """Seconds since it was first issued."""
@@ -564,34 +508,6 @@ class PendingRow:
     """Reason of the last reissue."""
     is_overdue: bool
     """True if it takes far longer than other groups."""
-
-
-LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLogLine:
-    """A line of a worker's output."""
-
-    time_s: float
-    """At most a few seconds after it was written; the clock is that of the worker's node."""
-    worker: str
-    level: LogLevel
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLogsAnswer:
-    """`/api/logs?run=&worker=&level=&q=&page=&limit=`: output of these workers, or of all, newest line first.
-
-    Only lines of at least `level` that match the regular expression `q`, of the last 1 MiB of each file.
-    """
-
-    lines: Sequence[WorkerLogLine]
-    num_lines: int
-    page: int
-    workers: Sequence[str]
-    """All that have a log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -723,6 +639,8 @@ class TableAnswer:
     offset: int
     indexed: float
     """Share of the run that the index covers; below 1 while it is built."""
+    problem: str
+    """Reason for which rows that the run wrote last are missing; empty if they are not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,12 +78,11 @@ class RolloutFiles:
         self._records.move_to_end(key)
         return self._records[key]
 
-    def records(self, step: int, first: int = 0, most: int | None = None) -> list[RolloutRecord]:
-        """Every readable group of a step, or of the `most` from the `first` on. Raises `NoSuch` if the step was not
-        written."""
+    def records(self, step: int) -> list[RolloutRecord]:
+        """Every readable group of a step. Raises `NoSuch` if the step was not written."""
         found: list[RolloutRecord] = []
         file = self._opened(step)
-        for place in range(len(file.group_ids))[first:][:most]:
+        for place in range(len(file.group_ids)):
             try:
                 found.append(file.record(place))
             except DataError:  # cut off or damaged: skip it

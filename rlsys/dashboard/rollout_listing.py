@@ -1,32 +1,20 @@
-"""Lists of groups and tasks, with their steps and results."""
+"""Lists of the groups of a step and of a task, with their results."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, TypeVar
+from typing import Literal
 
 from rlsys.dashboard.episodes import Neighbours, num_tokens, rewards_of
 from rlsys.dashboard.groups import PENDING, GroupFacts, Groups, RewardRange
-from rlsys.dashboard.http_problems import BadRequest, NoSuch
-from rlsys.dashboard.lanes import natural
-from rlsys.dashboard.responses import GroupRow, GroupsAnswer, TaskAnswer, TaskPoint, TaskRow, TasksAnswer
+from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.responses import GroupRow, GroupsAnswer, TaskAnswer, TaskPoint
 from rlsys.dashboard.rollout_files import RolloutFiles
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import OutcomeKind
-
-PAGE = 50
-
-T = TypeVar("T")
-
-_SHOWN: Mapping[str, Callable[[GroupRow], bool]] = {
-    "all": lambda row: True,
-    "zero_std": lambda row: row.is_zero_std,
-    "failed": lambda row: row.num_failed > 0,
-    "truncated": lambda row: bool(row.num_truncated),
-}
 
 
 @dataclass
@@ -38,19 +26,14 @@ class Lists:
     rollouts: RolloutFiles
     _from_file: tuple[int, Sequence[GroupRow]] = (-1, ())
     """Last step read from a file, and its rows."""
-    _tasks: list[str] = field(default_factory=list)
 
-    def step(self, step: int | None, page: int, show: str, q: str) -> GroupsAnswer:
-        """Build a `GroupsAnswer`. Raises `NoSuch` and `BadRequest`."""
-        if show not in _SHOWN:
-            raise BadRequest(f"show={show!r:.50}: it is one of {', '.join(_SHOWN)}")
+    def step(self, step: int | None) -> GroupsAnswer:
+        """Build a `GroupsAnswer`. Raises `NoSuch`."""
         steps = sorted({*self.groups.by_step, *self.rollouts.steps()})
         shown = step if step is not None else (steps[-1] if steps else None)
         if shown is not None and shown not in steps:
             known = f"those from {steps[0]} to {steps[-1]} did" if steps else "none has so far"
             raise NoSuch(f"step {shown} has trained no group, {known}")
-        rows = [] if shown is None else self._rows(shown)
-        rows = [row for row in rows if _SHOWN[show](row) and q.lower() in row.task_id.lower()]
         at = shown if shown is not None else 0
         before, after = bisect_left(steps, at), bisect_right(steps, at)
         return GroupsAnswer(
@@ -59,9 +42,7 @@ class Lists:
             next_step=steps[after] if after < len(steps) else None,
             first_step=steps[0] if steps else None,
             last_step=steps[-1] if steps else None,
-            groups=_page(rows, page),
-            num_groups=len(rows),
-            page=page,
+            groups=() if shown is None else self._rows(shown),
         )
 
     def beside(self, step: int, group_id: int) -> Neighbours:
@@ -72,16 +53,11 @@ class Lists:
         """One task over time. Raises `NoSuch`."""
         found = self._of_task(task_id)
         if not found:
-            raise NoSuch(f"no group of task {task_id!r:.200} was told of; `/api/tasks` lists those that were")
+            raise NoSuch(
+                f"no group of task {task_id!r:.200} was told of; the table `tasks` lists those that were trained"
+            )
         written = set(self.rollouts.steps())
         return TaskAnswer(task_id, [_point(facts, facts.step in written) for facts in found])
-
-    def tasks(self, q: str, page: int) -> TasksAnswer:
-        """Tasks whose id contains `q`, by id."""
-        if len(self._tasks) != len(self.groups.by_task):
-            self._tasks = sorted(self.groups.by_task, key=natural)
-        found = [task_id for task_id in self._tasks if q.lower() in task_id.lower()] if q else self._tasks
-        return TasksAnswer([self._task_row(task_id) for task_id in _page(found, page)], len(found), page)
 
     def _group_ids(self, step: int) -> Sequence[int]:
         """Group ids in the order of the batch."""
@@ -101,18 +77,6 @@ class Lists:
         group_ids = self.groups.by_task.get(task_id, ())
         return [self.groups.by_group_id[s] for s in group_ids if s not in self.groups.forgotten]
 
-    def _task_row(self, task_id: str) -> TaskRow:
-        found = self._of_task(task_id)
-        means = [facts.rewards.mean for facts in found if facts.rewards and facts.rewards.mean is not None]
-        steps = [facts.step for facts in found if facts.step is not None]
-        return TaskRow(
-            task_id=task_id,
-            num_groups=len(found),
-            first_reward=means[0] if means else None,
-            last_reward=means[-1] if means else None,
-            last_step=max(steps, default=None),
-        )
-
 
 def neighbours(group_ids: Sequence[int], group_id: int) -> Neighbours:
     """Return the neighbours of a group among these; none if it is not among them."""
@@ -120,10 +84,6 @@ def neighbours(group_ids: Sequence[int], group_id: int) -> Neighbours:
         return Neighbours(None, None)
     at = group_ids.index(group_id)
     return Neighbours(group_ids[at - 1] if at else None, group_ids[at + 1] if at + 1 < len(group_ids) else None)
-
-
-def _page(rows: Sequence[T], page: int) -> Sequence[T]:
-    return rows[page * PAGE : (page + 1) * PAGE]
 
 
 def _row(facts: GroupFacts, rewards: RewardRange, step: int, is_written: bool) -> GroupRow:

@@ -51,6 +51,8 @@ class RunIndex:
         self._lock = threading.Lock()
         self.share = 0.0
         """Share of the run's bytes that the index covers, at the last update."""
+        self.problem = ""
+        """Reason for which the index lacks what the run wrote last; empty if it does not."""
 
     @property
     def path(self) -> Path:

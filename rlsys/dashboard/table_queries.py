@@ -64,7 +64,7 @@ class Tables:
             return self._of_rows(lambda connection: self._listed[query.table](connection, folder.id), query, letters)
         index = self._indexes.current(self._readings.folder(run))
         try:
-            return _answer(query, index.answer(query, letters), index.share)
+            return _answer(query, index.answer(query, letters), index.share, index.problem)
         except BadQuery as error:
             if index.share == 1.0:
                 raise
@@ -124,7 +124,7 @@ def query_of(
     )
 
 
-def _answer(query: TableQuery, page: QueryPage, share: float) -> TableAnswer:
+def _answer(query: TableQuery, page: QueryPage, share: float, problem: str = "") -> TableAnswer:
     return TableAnswer(
         table=query.table,
         columns=_columns(page.columns),
@@ -132,6 +132,7 @@ def _answer(query: TableQuery, page: QueryPage, share: float) -> TableAnswer:
         num_rows=page.num_rows,
         offset=query.offset,
         indexed=share,
+        problem=problem,
     )
 
 

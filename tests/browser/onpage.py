@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
+
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+VIEWS: Mapping[str, tuple[str, str | None, Mapping[str, object]]] = {
+    "runs": ("runs", None, {}),
+    "compare": ("compare", None, {"run": ["small", "planted"]}),
+    "overview": ("overview", "planted", {}),
+    "groups": ("groups", "small", {"step": 12}),
+    "group": ("group", "small", {"step": 12, "group_id": 69}),
+    "episode": ("episode", "small", {"step": 12, "group_id": 69, "episode": 0}),
+    "tasks": ("tasks", "small", {}),
+    "task": ("task", "small", {"task": "task-3"}),
+    "cluster": ("cluster", "planted", {}),
+    "ledger": ("ledger", "planted", {}),
+    "alerts": ("alerts", "planted", {}),
+    "log": ("log", "small", {}),
+    "config": ("config", "small", {}),
+    "evaluations": ("evaluations", "small", {}),
+    "tables": ("tables", "small", {"table": "episodes", "filter": "reward < 0.5", "order": "length desc"}),
+    "samples": ("evaluations", "small", {"dataset": "held_out", "step": 29}),
+    "grouped runs": ("runs", None, {"group": "algorithm"}),
+    "components": ("components", None, {}),
+}
+"""Every view as `conftest.visit` takes it, by a name: of the run that has the most to show in it."""
 
 
 def see(page: Page, testid: str) -> Locator:

@@ -55,7 +55,7 @@ def test_which_replica_is_stale(visit: Visit, run: str) -> None:
 
 def test_which_task_never_finishes(visit: Visit, run: str) -> None:
     page = visit("ledger", run)
-    first = page.get_by_test_id("pending").locator("tbody tr").first
+    first = page.get_by_test_id("rows").locator("tbody tr").first
 
     assert f"Task {STUCK_TASK} is rolled out at rollout-" in page.get_by_test_id("overdue").inner_text()
     assert STUCK_TASK in first.inner_text()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.browser.conftest import shown
+from tests.browser.onpage import VIEWS
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 
@@ -133,20 +135,10 @@ def test_the_first_tab_stop_skips_to_the_content(visit: Visit) -> None:
     shown(page, "overview")
 
 
-@pytest.mark.parametrize(
-    ("view", "query"),
-    [
-        ("overview", {}),
-        ("groups", {"step": 12}),
-        ("group", {"step": 12, "group_id": 68}),
-        ("episode", {"step": 12, "group_id": 69, "episode": 0}),
-        ("cluster", {}),
-        ("ledger", {}),
-        ("alerts", {}),
-    ],
-)
-def test_tab_reaches_every_control_with_a_visible_focus(visit: Visit, view: str, query: dict) -> None:
-    page = visit(view, "small", **query)
+@pytest.mark.parametrize("name", VIEWS)
+def test_tab_reaches_every_control_with_a_visible_focus(visit: Visit, name: str) -> None:
+    view, run, query = VIEWS[name]
+    page = visit(view, run, **query)
     from_the_top(page)
     controls = page.evaluate(
         """() => [...document.querySelectorAll('a[href], button, input, select, summary')].filter((node) =>
@@ -187,6 +179,122 @@ def test_agents_and_colours_of_an_episode_are_chosen_by_keys(visit: Visit) -> No
     page.get_by_test_id("tree").locator("[tabindex='0'], button, a").first.focus()
     pressed(page, "ArrowDown")
     assert "subagent" in page.evaluate("() => document.activeElement.textContent")
+
+
+def test_lines_of_a_chart_are_hidden_and_isolated_by_keys(visit: Visit) -> None:
+    page = visit("overview", "small")
+    lines = page.get_by_test_id("legend-lengths").get_by_role("button")
+    first, second = lines.nth(0), lines.nth(1)
+    first.focus()
+    pressed(page, "Space")
+    expect(first).to_have_attribute("aria-pressed", "false")
+    expect(first).to_be_focused()
+    pressed(page, "Enter")
+    expect(first).to_have_attribute("aria-pressed", "true")
+    pressed(page, "Shift+Enter")
+    expect(second).to_have_attribute("aria-pressed", "false")
+    expect(first).to_have_attribute("aria-pressed", "true")
+
+
+def test_keys_look_closer_at_a_chart_and_open_a_step(visit: Visit) -> None:
+    page = visit("overview", "small")
+    chart = page.get_by_test_id("chart-entropy")
+    plot = chart.get_by_role("img", name="Entropy")
+    expect(plot.locator("canvas")).to_be_visible()
+    plot.focus()
+    pressed(page, "End +")
+    expect(page).to_have_url(re.compile("from=15.5&to=30"))
+    expect(chart.get_by_role("button", name="Show all")).to_be_visible()
+    pressed(page, "-")
+    expect(chart.get_by_role("button", name="Show all")).to_have_count(0)
+    expect(plot).to_be_focused()
+    pressed(page, "Home ArrowRight Enter")
+    expect(page.get_by_test_id("title")).to_have_text("Groups of step 2")
+
+
+def test_a_chart_is_enlarged_and_left_by_keys(visit: Visit) -> None:
+    page = visit("overview", "small")
+    full = page.get_by_role("button", name="Full screen: Entropy")
+    full.focus()
+    pressed(page, "Enter")
+    expect(full).to_have_attribute("aria-pressed", "true")
+    expect(full).to_be_focused()
+    pressed(page, "Tab")
+    expect(full).not_to_be_focused()
+    pressed(page, "Escape")
+    expect(full).to_have_attribute("aria-pressed", "false")
+    shown(page, "overview")
+
+
+def test_numbers_of_a_chart_are_unfolded_and_scrolled_by_keys(visit: Visit) -> None:
+    page = visit("overview", "small")
+    chart = page.get_by_test_id("chart-entropy")
+    chart.locator("summary").focus()
+    pressed(page, "Enter")
+    expect(chart.get_by_role("button", name="CSV")).to_be_visible()
+    pressed(page, "Tab Tab Tab")
+    numbers = chart.get_by_role("region", name="Numbers of Entropy")
+    expect(numbers).to_be_focused()
+    pressed(page, "End")
+    expect(numbers.get_by_text("30", exact=True)).to_be_in_viewport()
+
+
+def test_a_table_is_sorted_by_keys_and_keeps_the_focus(visit: Visit) -> None:
+    page = visit("groups", "small", step=12)
+    button = page.get_by_role("button", name=re.compile("staleness"))
+    heading = page.get_by_role("columnheader").filter(has=button)
+    button.focus()
+    pressed(page, "Enter")
+    expect(heading).to_have_attribute("aria-sort", "descending")
+    expect(button).to_be_focused()
+    pressed(page, "Space")
+    expect(heading).to_have_attribute("aria-sort", "ascending")
+    expect(button).to_be_focused()
+
+
+def test_tokens_are_read_by_keys_and_the_focus_leaves_them(visit: Visit) -> None:
+    page = visit("episode", "small", step=12, group_id=68, episode=0)
+    tokens = page.get_by_test_id("tokens").first
+    tokens.focus()
+    pressed(page, "ArrowRight ArrowRight")
+    expect(page.get_by_test_id("tip")).to_contain_text("zero")
+    pressed(page, "Escape")
+    expect(page.get_by_test_id("tip")).to_be_hidden()
+    shown(page, "episode")
+    pressed(page, "End Tab")
+    expect(page.get_by_test_id("tip")).to_be_hidden()
+    expect(tokens).not_to_be_focused()
+
+
+def test_lanes_are_moved_and_unfolded_by_keys(visit: Visit) -> None:
+    page = visit("cluster", "small")
+    lanes, extent = page.get_by_role("group", name="What every worker did"), page.get_by_test_id("lanes-shown")
+    before = extent.inner_text()
+    lanes.focus()
+    pressed(page, "+")
+    expect(extent).not_to_have_text(before)
+    expect(lanes).to_be_focused()
+    pressed(page, "Home")
+    expect(extent).to_have_text(before)
+    page.get_by_test_id("data-lanes").locator("summary").focus()
+    pressed(page, "Space")
+    expect(page.get_by_test_id("lane-shares")).to_be_visible()
+
+
+def test_a_dialog_holds_the_focus_and_gives_it_back(visit: Visit) -> None:
+    page = visit("overview", "small")
+    page.get_by_role("button", name="Keys").focus()
+    pressed(page, "Enter")
+    dialog = page.get_by_role("dialog")
+    for _ in range(6):
+        pressed(page, "Tab")
+        assert page.evaluate(
+            "() => document.activeElement === document.body || !!document.activeElement.closest('dialog')"
+        )
+    dialog.get_by_role("button", name="Close").focus()
+    pressed(page, "Enter")
+    expect(dialog).to_be_hidden()
+    expect(page.get_by_role("button", name="Keys")).to_be_focused()
 
 
 def test_what_changes_is_told_to_a_screen_reader(visit: Visit) -> None:

@@ -96,12 +96,12 @@ def test_who_reads_is_not_disturbed(visit: Visit, run: History) -> None:
 
 def test_selected_text_of_a_log_stays_selected(visit: Visit, run: History) -> None:
     page = visit("log", run.folder.name)
-    line = page.get_by_test_id("log").locator("tbody tr", has_text="start ray").locator("td").last
+    line = page.get_by_test_id("rows").locator("tbody tr", has_text="start ray").locator("td").last
     line.evaluate("(cell) => getSelection().selectAllChildren(cell)")
     picked = page.evaluate("() => String(getSelection())")
 
     run.emit(CheckpointSaved(2, "checkpoints/step_000002", 0.1))
-    expect(page.get_by_test_id("log")).to_contain_text("checkpoint of step 2")
+    expect(page.get_by_test_id("rows")).to_contain_text("checkpoint of step 2")
 
     assert "start ray" in picked
     assert page.evaluate("() => String(getSelection())") == picked
@@ -141,7 +141,7 @@ def test_an_alert_appears_as_it_is_raised(visit: Visit, run: History) -> None:
     expect(page.get_by_test_id("alert-not_finite")).to_contain_text("No finite number: loss.")
     expect(page.get_by_test_id("tab-alerts")).to_contain_text("1")
     run.emit(StepDone(4, {"loss": 0.5}))
-    expect(page.get_by_test_id("past")).to_contain_text("not finite")
+    expect(page.get_by_test_id("rows")).to_contain_text("not finite")
 
 
 def test_a_run_that_fails_says_with_what(visit: Visit, run: History) -> None:

@@ -18,7 +18,7 @@ Logic: TypeAlias = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def logic(chromium: Browser, origin: str) -> Iterator[Logic]:
-    """What a function of a module makes of its arguments: `logic("tree.js", "treeOrder", agents)`."""
+    """What a function of a module makes of its arguments: `logic("agents.js", "treeOrder", agents)`."""
     page = chromium.new_page()
     page.goto(origin)
     call = "async ([module, name, all]) => (await import(`/${module}`))[name](...all)"
@@ -41,14 +41,14 @@ def test_chatml_is_split_into_messages_and_other_text_stays_whole(logic: Logic) 
 
 def test_a_damaged_tree_of_agents_loses_none(logic: Logic) -> None:
     agents = [{"parent": None}, {"parent": 0}, {"parent": 7}, {"parent": 3}, {"parent": 1}]
-    order = logic("tree.js", "treeOrder", agents)
+    order = logic("agents.js", "treeOrder", agents)
     assert [(node["index"], node["depth"]) for node in order] == [(0, 0), (1, 1), (4, 2), (2, 0), (3, 0)]
 
 
 def test_rewards_are_counted_each_once_by_the_histogram(logic: Logic) -> None:
-    few = logic("histogram.js", "histogramOf", [0, 1, 1, None])
+    few = logic("plotting.js", "histogramOf", [0, 1, 1, None])
     assert [(column["from"], column["to"], column["count"]) for column in few] == [(0, 0, 1), (1, 1, 2)]
-    many = logic("histogram.js", "histogramOf", [i / 99 for i in range(100)])
+    many = logic("plotting.js", "histogramOf", [i / 99 for i in range(100)])
     assert sum(column["count"] for column in many) == 100
     assert all(a["to"] == b["from"] for a, b in itertools.pairwise(many))
 
@@ -94,7 +94,7 @@ def test_no_two_activities_of_a_lane_share_a_colour(logic: Logic) -> None:
 
 
 def test_runs_that_are_compared_never_look_alike(logic: Logic) -> None:
-    looks = {str(logic("views/compare.js", "lookOf", index)) for index in range(44)}
+    looks = {str(logic("plotting.js", "lookOf", index)) for index in range(44)}
     assert len(looks) == 44
 
 
@@ -186,15 +186,6 @@ def test_of_a_thousand_alerts_a_chart_tells_the_newest(logic: Logic) -> None:
     assert len(marks["drawn"]) == 20
 
 
-def test_alerts_that_are_over_are_told_once_for_each_rule(logic: Logic) -> None:
-    past = [{"alert": name, "step": step} for name, step in [("kl", 9), ("entropy", 7), ("kl", 4), ("kl", 2)]]
-    rows = logic("views/alerts.js", "byRule", past)
-    assert [(row["last"]["alert"], row["num"], row["first"]["step"], row["last"]["step"]) for row in rows] == [
-        ("kl", 3, 2, 9),
-        ("entropy", 1, 7, 7),
-    ]
-
-
 def test_groups_of_a_task_in_one_step_are_one_point(logic: Logic) -> None:
     def point(step: int | None, mean: float | None, num: int) -> dict[str, Any]:
         lows = {"reward_min": mean, "reward_max": None if mean is None else mean + 1, "reward_mean": mean}
@@ -211,41 +202,3 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(logic: Logic) -> None:
     runs = [{"id": "exp1/seed0", "name": "seed0"}, {"id": "exp2/seed0", "name": "seed0"}]
     assert logic("views/compare.js", "labelsOf", runs) == ["exp1/seed0", "exp2/seed0"]
     assert logic("views/compare.js", "labelsOf", [{"id": "exp1/a", "name": "a"}, runs[0]]) == ["a", "seed0"]
-
-
-# ---------------------------------------------------------------------------------------------------- lines of a log
-
-
-def lines_of(*indices: int, text: str = "line") -> list[dict[str, Any]]:
-    """As `loglines.js` holds them, newest first."""
-    return [{"index": i, "time_s": i, "kind": "k", "text": f"{text} {i}"} for i in sorted(indices, reverse=True)]
-
-
-def test_log_lines_are_numbered_from_the_oldest(logic: Logic) -> None:
-    answer = {"lines": [{"text": "c"}, {"text": "b"}], "next_before": 1}
-    assert logic("loglines.js", "indexed", answer) == [{"text": "c", "index": 2}, {"text": "b", "index": 1}]
-    assert logic("loglines.js", "indexed", {"lines": [], "next_before": None}) == []
-
-
-def test_new_log_lines_extend_the_held_ones_without_duplicates(logic: Logic) -> None:
-    held, fresh = lines_of(0, 1, 2, 3), lines_of(2, 3, 4, 5)
-    assert logic("loglines.js", "joined", held, fresh) == lines_of(0, 1, 2, 3, 4, 5)
-
-
-def test_a_gap_in_log_lines_is_detected_and_never_displayed(logic: Logic) -> None:
-    held, fresh = lines_of(0, 1, 2), lines_of(7, 8)
-    assert logic("loglines.js", "gap", held, fresh) == 4
-    assert logic("loglines.js", "joined", held, fresh) == fresh
-    assert logic("loglines.js", "joined", held, [*fresh, *lines_of(3, 4, 5, 6)]) == lines_of(*range(9))
-
-
-@pytest.mark.parametrize("fresh", [[], lines_of(0, 1), lines_of(0, 1, 2, 3, 4, text="other")])
-def test_of_a_log_that_was_replaced_nothing_stays(logic: Logic, fresh: list[dict[str, Any]]) -> None:
-    assert logic("loglines.js", "joined", lines_of(1, 2, 3), fresh) == fresh
-
-
-def test_older_lines_are_added_once(logic: Logic) -> None:
-    held, older = lines_of(4, 5), lines_of(2, 3)
-    both = logic("loglines.js", "continued", held, older)
-    assert both == lines_of(2, 3, 4, 5)
-    assert logic("loglines.js", "continued", both, older) == both

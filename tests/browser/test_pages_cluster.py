@@ -102,6 +102,9 @@ def test_queue_and_failures_are_shown_with_their_numbers(visit: Visit) -> None:
     assert chart.get_attribute("data-unit") == "groups"
     see(page, "data-queue").locator("summary").click()
     assert rows_of(page, "table-queue")[-1] == "1:03 5 0"
+    expect(see(page, "legend-speeds")).to_contain_text("rollout-2")
+    see(page, "data-speeds").locator("summary").click()
+    expect(see(page, "table-speeds").locator("tbody tr").first).to_be_visible()
     (row,) = rows_of(page, "restarts")
     assert row.startswith("rollout-2 0:23 rolling out group 58 ") and row.endswith(
         " the process ended with SIGKILL its log"

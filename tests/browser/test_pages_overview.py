@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlsys.monitoring.alerts import RULES
-from rlsys.monitoring.events import CheckpointSaved
+from rlsys.monitoring.events import CheckpointSaved, GroupScored
 from tests.browser.conftest import shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import History, Shape
@@ -34,11 +34,14 @@ def test_a_run_is_found_by_what_is_typed_and_opened(visit: Visit) -> None:
     row = page.locator("tr", has=see(page, "run-planted"))
     expect(row).to_contain_text("silent")
     expect(row).to_contain_text("70 / 200")
-    see(page, "filter").fill("planted sil")
-    expect(see(page, "runs").locator("tbody tr")).to_have_count(1)
-    see(page, "filter").fill("nobody")
+    see(page, "ask-search").fill("plant")
+    see(page, "ask-filter").fill("status = silent")
+    see(page, "ask").click()
+    expect(see(page, "rows").locator("tbody tr")).to_have_count(1)
+    see(page, "ask-search").fill("nobody")
+    see(page, "ask").click()
     expect(see(page, "empty")).to_contain_text("No run matches")
-    see(page, "filter").fill("")
+    see(page, "empty").get_by_role("link").click()
 
     see(page, "run-planted").click()
 
@@ -49,8 +52,9 @@ def test_a_run_is_found_by_what_is_typed_and_opened(visit: Visit) -> None:
 
 def test_chosen_runs_are_compared_by_curves_and_configuration(visit: Visit) -> None:
     page = visit("runs")
-    expect(see(page, "compare")).to_be_disabled()
+    expect(see(page, "compare")).to_contain_text("Compare the")
     see(page, "choose-small").check()
+    expect(see(page, "compare")).to_be_disabled()
     see(page, "choose-planted").check()
     see(page, "compare").click()
     shown(page, "compare")
@@ -72,6 +76,27 @@ def test_chosen_runs_are_compared_by_curves_and_configuration(visit: Visit) -> N
     expect(chart_of(page, "loss")).to_have_count(0)
 
 
+def test_a_point_of_a_compared_curve_opens_the_step_of_its_run(visit: Visit) -> None:
+    page = visit("compare", run=["small", "planted"], metric="policy/entropy")
+    see(page, "legend-policy/entropy").get_by_role("button", name="small").click(modifiers=["Shift"])
+    plot = see(page, "chart-policy/entropy").locator(".plot")
+    plot.focus()
+    plot.press("Home")
+    plot.press("Enter")
+    shown(page, "groups")
+    expect(see(page, "run-name")).to_have_text("small")
+    expect(see(page, "title")).to_have_text("Groups of step 1")
+
+
+def test_rewards_of_the_runs_shown_over_wall_time_are_two_choices_away(visit: Visit) -> None:
+    page = visit("runs")
+    see(page, "compare").click()
+    shown(page, "compare")
+    see(page, "x-axis").select_option("time")
+    expect(see(page, "chart-reward/mean").get_by_test_id("unit-x")).to_contain_text("time since the run began")
+    expect(see(page, "legend-reward/mean")).to_contain_text("planted")
+
+
 def test_one_run_is_not_compared_with_nothing(visit: Visit) -> None:
     expect(see(visit("compare", run=["small"]), "empty")).to_contain_text("Two runs are needed")
 
@@ -84,6 +109,32 @@ def test_the_metric_of_an_alert_leads_to_its_chart(visit: Visit) -> None:
     page.get_by_test_id("alert-entropy_collapse").get_by_role("link", name="policy/entropy").click()
     shown(page, "overview")
     expect(chart_of(page, "policy/entropy").locator("canvas")).to_be_in_viewport()
+
+
+def test_the_share_of_failed_episodes_opens_why_and_which(visit: Visit, folder: Path) -> None:
+    history = History(folder / "failing", Shape(steps=30))
+    history.start()
+    for _ in range(30):
+        history.step()
+    why = "the tool `ask` did not answer within 10 s"
+    history.emit(GroupScored(900, "task-900", (None, None, 1.0), {why: 2.0}))
+    history.events.close()
+    page = visit("overview", "failing")
+    see(page, "why-failed").click()
+    reason = see(page, "failure-reasons").locator("tbody tr").first
+    expect(reason).to_contain_text(why)
+    reason.get_by_role("link", name="2", exact=True).click()
+    shown(page, "tables")
+    assert rows_of(page, "rows")
+    assert all("failed" in row for row in rows_of(page, "rows"))
+
+
+def test_a_run_whose_events_do_not_tell_why_leads_to_its_failed_episodes(visit: Visit) -> None:
+    page = visit("overview", "small")
+    see(page, "why-failed").click()
+    see(page, "failures").get_by_role("link", name="the failed episodes").click()
+    shown(page, "tables")
+    assert all("failed" in row for row in rows_of(page, "rows"))
 
 
 def test_the_overview_leaves_out_what_a_run_does_not_report(visit: Visit) -> None:
@@ -132,29 +183,31 @@ def test_any_metric_is_found_by_its_meaning_and_charted(visit: Visit) -> None:
 def test_every_rule_is_told_with_its_threshold(visit: Visit) -> None:
     page = visit("alerts", "small")
     expect(see(page, "open")).to_contain_text("Nothing looks wrong now")
+    see(page, "all-rules").locator("summary").click()
+    expect(see(page, "rules")).to_be_visible()
     rules = rows_of(page, "rules")
     assert [next(row for row in rules if row.startswith(name.replace("_", " "))) for name in RULES]
 
 
-def test_older_lines_of_a_log_are_a_button_away(visit: Visit, folder: Path) -> None:
-    history = History(folder / "long", Shape(steps=2))
+def test_older_lines_of_a_log_are_pages_away(visit: Visit, folder: Path) -> None:
+    history = History(folder / "wordy", Shape(steps=2))
     for step in range(450):
         history.emit(CheckpointSaved(step, f"checkpoints/step_{step}", 0.1), 1.0)
     history.events.close()
-    page = visit("log", "long")
-    lines = see(page, "log").locator("tbody tr")
+    page = visit("log", "wordy")
+    lines = see(page, "rows").locator("tbody tr")
     expect(lines).to_have_count(200)
     expect(lines.first).to_contain_text("checkpoint of step 449")
 
-    see(page, "older").evaluate("(button) => { button.click(); button.click(); }")
-    expect(lines).to_have_count(400)
+    see(page, "page-after").click()
     expect(lines.last).to_contain_text("checkpoint of step 50")
-    see(page, "older").click()
+    see(page, "page-after").click()
 
-    expect(lines).to_have_count(450)
+    expect(lines).to_have_count(50)
     expect(lines.last).to_contain_text("checkpoint of step 0")
-    expect(see(page, "older")).to_have_count(0)
-    see(page, "filter").fill("step_37")
+    expect(see(page, "page-after")).to_have_count(0)
+    see(page, "ask-search").fill("step_37")
+    see(page, "ask").click()
     expect(lines).to_have_count(11)
 
 
@@ -243,21 +296,6 @@ def test_an_update_changes_only_what_differs(asked: Any) -> None:
     assert kept == {
         "texts": ["c", "a", "b"], "pressed": ["new"], "isOpen": True, "isFocused": True, "text": "lastb",
     }  # fmt: skip
-
-
-def test_typed_input_stays_until_the_value_changes(asked: Any) -> None:
-    assert asked("""async () => {
-      const { searchField } = await import("/components.js");
-      const { update } = await import("/html.js");
-      const root = document.body.appendChild(document.createElement("div"));
-      const draw = (words) => update(root, searchField("Find", words, () => "#"));
-      draw("12");
-      const field = root.querySelector("input");
-      const before = field.value;
-      field.value = "typed";
-      draw("12");
-      return [before, field.value];
-    }""") == ["12", "typed"]
 
 
 def test_a_chart_that_is_gone_leaves_nothing_behind(asked: Any) -> None:

@@ -35,23 +35,23 @@ def ask(page: Page, origin: str, name: str, **query: Any) -> Any:
 def test_groups_of_the_newest_step_list_failures_and_truncation(visit: Visit) -> None:
     page = visit("groups", "small")
     assert see(page, "title").inner_text() == "Groups of step 30"
-    rows = rows_of(page, "groups")
+    rows = rows_of(page, "rows")
     assert len(rows) == 6
     assert "task-8" in rows[2] and "equal rewards" in rows[2]
-    assert "task-9" in rows[3] and "1 failed" in rows[3]
-    assert "task-10" in rows[4] and "1 truncated" in rows[4]
+    badges = see(page, "rows").locator("tbody tr")
+    assert badges.nth(3).locator(".badge.bad").inner_text() == "1", "one episode of task-9 failed"
+    assert badges.nth(4).locator(".badge.warn").all_inner_texts() == ["equal rewards", "1"], "one was truncated"
 
 
 def test_groups_are_filtered_and_an_empty_result_links_back(visit: Visit) -> None:
     page = visit("groups", "small", step=30)
-    see(page, "show-failed").click()
-    page.locator("[data-testid=show-failed][aria-current=true]").wait_for()
-    assert [row.split()[0] for row in rows_of(page, "groups")] == ["task-9"]
-    visit("groups", "small", step=30, q="no-such-task")
-    assert "no-such-task" in see(page, "empty").inner_text()
+    page.get_by_role("link", name="Failed", exact=True).click()
+    page.get_by_role("link", name="Failed", exact=True).and_(page.locator("[aria-current=true]")).wait_for()
+    assert [row.split()[0] for row in rows_of(page, "rows")] == ["task-9"]
+    visit("groups", "small", step=30, search="no-such-task")
     see(page, "empty").get_by_role("link").click()
-    see(page, "groups").wait_for()
-    assert len(rows_of(page, "groups")) == 6
+    see(page, "rows").wait_for()
+    assert len(rows_of(page, "rows")) == 6
 
 
 def test_a_column_of_the_histogram_lists_only_its_groups(visit: Visit) -> None:
@@ -60,9 +60,11 @@ def test_a_column_of_the_histogram_lists_only_its_groups(visit: Visit) -> None:
     label = columns.first.get_attribute("aria-label") or ""
     assert "with a mean reward of 0" in label
     columns.first.click()
-    assert len(rows_of(page, "groups")) == int(label.split()[0])
+    page.locator("[data-testid=column][aria-pressed=true]").wait_for()
+    assert len(rows_of(page, "rows")) == int(label.split()[0])
     columns.first.click()
-    assert len(rows_of(page, "groups")) == 6
+    page.locator("main:not(:has([data-testid=column][aria-pressed=true]))").wait_for()
+    assert len(rows_of(page, "rows")) == 6
 
 
 def test_steps_are_walked_by_keys_and_by_number(visit: Visit) -> None:
@@ -201,12 +203,12 @@ def test_an_episode_without_recorded_tokens_still_shows_its_text(visit: Visit, f
 
 def test_a_task_lists_all_its_groups_over_time(visit: Visit) -> None:
     page = visit("task", "small", task="task-6")
-    rows = rows_of(page, "points")
-    assert [row.split()[1] for row in rows] == ["174", "150", "126", "102", "78", "54", "30", "6"]
+    rows = rows_of(page, "rows")
+    assert [row.split()[0] for row in rows] == ["174", "150", "126", "102", "78", "54", "30", "6"]
     see(page, "data-task-reward").locator("summary").click()
     assert "lowest" in see(page, "table-task-reward").inner_text()
     assert len(rows_of(page, "table-task-reward")) == len(rows)
-    see(page, "group-link").nth(1).click()
+    see(page, "rows").locator("tbody th a").nth(1).click()
     shown(page, "group")
     assert see(page, "title").inner_text() == "Group 150: task-6"
 
@@ -218,7 +220,7 @@ def test_tasks_are_found_by_a_part_of_their_id(visit: Visit) -> None:
     page.keyboard.type("task-2")
     page.keyboard.press("Enter")
     page.get_by_text("5 tasks").wait_for()
-    assert {row.split()[0] for row in rows_of(page, "tasks")} == {"task-2", *(f"task-2{i}" for i in range(4))}
+    assert {row.split()[0] for row in rows_of(page, "rows")} == {"task-2", *(f"task-2{i}" for i in range(4))}
 
 
 def test_a_missing_group_is_named_with_a_retry(visit: Visit, complaints: Complaints) -> None:
@@ -236,12 +238,10 @@ def test_groups_follow_a_run_that_goes_on(visit: Visit, folder: Path) -> None:
     assert "record.rollouts_every" in see(page, "empty").inner_text()
     history.step()
     page.get_by_text("Groups of step 1").wait_for()
-    see(page, "column").first.click()
-    assert len(rows_of(page, "groups")) < history.shape.groups
-    see(page, "search").focus()
+    see(page, "ask-search").focus()
     page.keyboard.type("task-")
     history.step()
     page.get_by_text("Groups of step 2").wait_for()
-    assert len(rows_of(page, "groups")) == history.shape.groups, "a column of another step was chosen, not of this"
-    assert see(page, "search").input_value() == "task-", "what is being typed stays"
-    assert page.evaluate("document.activeElement.name") == "q"
+    assert len(rows_of(page, "rows")) == history.shape.groups
+    assert see(page, "ask-search").input_value() == "task-", "what is being typed stays"
+    assert page.evaluate("document.activeElement.name") == "search"

@@ -1,4 +1,4 @@
-"""Every view at 1280 and 390 pixels, light and dark: nothing is cut off, every axis has a unit, every text is readable.
+"""Every view on three screens, light and dark: nothing is cut off, every axis has a unit, every text is readable.
 
 RLSYS_SCREENS=/tmp/screens pytest tests/browser/test_screens.py      # keeps a picture of each, to look at
 """
@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.conftest import NARROW, WIDE, Complaints, address_of, shown
+from tests.browser.conftest import NARROW, Complaints, address_of, shown
+from tests.browser.onpage import SCHEMES, VIEWS
 from tests.dashboards import served
 from tests.histories import History, Shape
 
@@ -26,45 +27,45 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
 SCREENS = os.environ.get("RLSYS_SCREENS", "")
-VIEWS = {
-    "runs": ("runs", None, {}),
-    "compare": ("compare", None, {"run": ["small", "planted"]}),
-    "overview": ("overview", "planted", {}),
-    "groups": ("groups", "small", {"step": 12}),
-    "group": ("group", "small", {"step": 12, "group_id": 69}),
-    "episode": ("episode", "small", {"step": 12, "group_id": 69, "episode": 0}),
-    "tasks": ("tasks", "small", {}),
-    "task": ("task", "small", {"task": "task-3"}),
-    "cluster": ("cluster", "planted", {}),
-    "ledger": ("ledger", "planted", {}),
-    "alerts": ("alerts", "planted", {}),
-    "log": ("log", "small", {}),
-    "config": ("config", "small", {}),
-    "evaluations": ("evaluations", "small", {}),
-    "tables": ("tables", "small", {"table": "episodes", "filter": "reward < 0.5", "order": "length desc"}),
-    "worker log": ("log", "small", {"of": "workers"}),
-    "components": ("components", None, {}),
-}
+WIDTHS = (390, 1440, 2560)
 _READABLE = (Path(__file__).parent / "readable.js").read_text()
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_is_readable_on_every_screen(page: Page, visit: Visit, name: str) -> None:
     view, run, query = VIEWS[name]
-    for scheme, size in product(SCHEMES, (WIDE, NARROW)):
+    visit(view, run, **query)
+    assert name == "components" or page.get_by_test_id("error").count() == 0
+    for width, scheme in product(WIDTHS, SCHEMES):
+        page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
-        page.set_viewport_size(size)
-        if (scheme, size) == (SCHEMES[0], WIDE):
-            visit(view, run, **query)
         page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth", timeout=3_000)
-        assert name == "components" or page.get_by_test_id("error").count() == 0
-        faint = page.evaluate(f"() => {_READABLE}.faint()")
-        assert not faint, f"{scheme}: text whose contrast to what is behind it is below 4.5: {faint}"
-        if size is NARROW:
-            small = page.evaluate(f"() => {_READABLE}.small()")
-            assert not small, f"too small to be tapped: {small}"
-        _kept(page, f"{name}-{size['width']}-{scheme}")
+        wrong = page.evaluate(f"() => {_READABLE}.wrong()")
+        assert not any(wrong.values()), f"{width} pixels, {scheme}: {wrong}"
+        _kept(page, f"{name}-{width}-{scheme}")
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("cut", "width: 2rem; overflow: hidden; white-space: nowrap"),
+        ("cut", "height: 0.8rem; width: 8rem; overflow: hidden"),
+        ("cut", "position: absolute; left: -3rem; top: 0; width: 20rem"),
+        ("overlapping", "position: absolute; left: 2rem; top: 20rem"),
+        ("faint", "color: rgb(136 136 136); background: rgb(119 119 119)"),
+    ],
+)
+def test_what_cannot_be_read_is_found(visit: Visit, name: str, style: str) -> None:
+    page = visit("log", "small")
+    page.evaluate(
+        """(style) => {
+          const planted = document.querySelector("main").appendChild(document.createElement("p"));
+          planted.style.cssText = style;
+          planted.textContent = "planted where nobody can read it";
+        }""",
+        style,
+    )
+    assert "planted" in str(page.evaluate(f"() => {_READABLE}.wrong()")[name])
 
 
 @pytest.mark.parametrize(("view", "run", "least"), [("overview", "small", 15), ("cluster", "small", 1)])

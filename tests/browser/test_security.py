@@ -70,7 +70,7 @@ def test_hostile_text_is_shown_as_text(visit: Visit, place: str) -> None:
 
 def test_hostile_tasks_agents_and_texts_can_be_walked_through(visit: Visit) -> None:
     page = visit("groups", RUN, step=2)
-    page.get_by_test_id("group-link").first.click()
+    page.get_by_test_id("rows").locator("tbody th a").first.click()
     shown(page, "group")
     page.get_by_test_id("episode-link").first.click()
     shown(page, "episode")

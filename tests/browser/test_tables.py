@@ -56,6 +56,7 @@ def rich(folder: Path) -> str:
 def test_the_hardest_tasks_are_one_click_away(visit: Visit) -> None:
     page = visit("tables", "small")
     page.get_by_role("link", name="Hardest tasks").click()
+    expect(see(page, "table-tasks")).to_have_attribute("aria-current", "true")
     expect(see(page, "rows").locator("th[aria-sort=ascending]")).to_contain_text("reward")
     first = see(page, "rows").locator("tbody tr").first
     rewards = [float(row.split()[2]) for row in rows_of(page, "rows")]
@@ -86,21 +87,37 @@ def test_a_filter_that_is_not_understood_is_explained(visit: Visit, complaints: 
 
 def test_runs_are_grouped_by_a_key_of_their_configuration(visit: Visit) -> None:
     page = visit("runs")
-    see(page, "to-table").click()
-    shown(page, "tables")
     see(page, "ask-group").fill("algorithm")
     see(page, "ask").click()
-    expect(see(page, "rows").locator("tbody tr", has_text="grpo").first).to_be_visible()
+    expect(see(page, "rows").locator("thead")).to_contain_text("reward_std")
+    see(page, "rows").get_by_role("link", name="grpo").click()
+    expect(see(page, "ask-filter")).to_have_value('algorithm = "grpo"')
+    expect(see(page, "run-small")).to_be_visible()
+    expect(see(page, "run-planted")).to_have_count(0)
+
+
+def test_keys_of_the_configuration_become_columns_of_the_list_of_runs(visit: Visit) -> None:
+    page = visit("runs")
+    see(page, "columns").locator("summary").click()
+    page.get_by_role("link", name="Column algorithm.clip_high", exact=True).click()
+    expect(see(page, "sort-algorithm.clip_high")).to_be_visible()
+    expect(page.locator("tr", has=see(page, "run-small"))).to_contain_text("0.280")
+    see(page, "sort-algorithm.clip_high").click()
+    expect(see(page, "rows").locator("th[aria-sort]")).to_contain_text("clip_high")
+    assert "order=algorithm.clip_high+desc" in page.url
 
 
 def test_samples_of_an_evaluation_say_why_they_failed(visit: Visit, rich: str) -> None:
     page = visit("evaluations", rich)
-    assert any("held_out, step 3" in row and "TimeoutError: no judge" in row for row in rows_of(page, "evaluations"))
-    see(page, "evaluation-link").first.click()
-    see(page, "group-link").nth(1).click()
-    shown(page, "group")
-    expect(see(page, "episode").first).to_contain_text("no judge")
-    see(page, "episode-link").nth(1).click()
+    (row,) = (row for row in rows_of(page, "rows") if row.startswith("3 held_out"))
+    assert "0.500 25 % failed" in row and "TimeoutError: no judge" in row
+    see(page, "rows").get_by_role("link", name="1", exact=True).click()
+    expect(see(page, "empty")).to_be_visible()  # the event tells of one more than was written
+    see(page, "empty").get_by_role("link").click()
+    page.get_by_role("link", name="Failed", exact=True).click()
+    expect(see(page, "rows").locator("tbody tr")).to_have_count(1)
+    expect(see(page, "rows")).to_contain_text("no judge")
+    see(page, "rows").locator("tbody th a").click()
     shown(page, "episode")
     expect(see(page, "replay")).to_have_count(0)
     for view in ("group", "evaluations"):
@@ -121,14 +138,15 @@ def test_an_episode_shows_when_its_parts_ran(visit: Visit, rich: str) -> None:
 
 def test_logs_of_workers_are_filtered_by_worker_level_and_pattern(visit: Visit, rich: str) -> None:
     page = visit("log", rich)
-    see(page, "log-workers").click()
-    expect(see(page, "worker-log").locator("tbody tr")).to_have_count(4)
-    see(page, "level").select_option("warning")
-    expect(see(page, "worker-log").locator("tbody tr")).to_have_count(2)
-    see(page, "search").fill("out of .*ory")
-    see(page, "search").press("Enter")
-    expect(see(page, "worker-log").locator("tbody tr")).to_have_count(1)
-    expect(see(page, "worker-log")).to_contain_text("CUDA out of memory")
+    page.get_by_role("link", name="Output of workers").click()
+    expect(see(page, "rows").locator("tbody tr")).to_have_count(4)
+    see(page, "rows").get_by_role("link", name="rollout-0").click()
+    expect(see(page, "ask-filter")).to_have_value('worker = "rollout-0"')
+    expect(see(page, "rows").locator("tbody tr", has_text="INFO ready")).to_have_count(1)
+    see(page, "ask-filter").fill('level in (warning, error) and text matches "out of .*ory"')
+    see(page, "ask-filter").press("Enter")
+    expect(see(page, "rows").locator("tbody tr")).to_have_count(1)
+    expect(see(page, "rows")).to_contain_text("CUDA out of memory")
 
 
 def test_use_of_machines_is_charted_by_worker(visit: Visit, rich: str) -> None:

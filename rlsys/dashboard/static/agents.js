@@ -3,7 +3,6 @@
 import { badge } from "./components.js";
 import { count, number } from "./format.js";
 import { html } from "./html.js";
-import { treeMove, treeOrder } from "./tree.js";
 
 /** `chosen` is the index of the one that is shown; `choose(index)` is called for another. */
 export function agentTree(trajectories, chosen, choose) {
@@ -12,10 +11,7 @@ export function agentTree(trajectories, chosen, choose) {
     const items = [...event.currentTarget.children];
     const place = items.indexOf(document.activeElement);
     if (place < 0) return;
-    if (event.key === "Enter" || event.key === " ") {
-      event.preventDefault();
-      return choose(order[place].index);
-    }
+    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); return choose(order[place].index); }
     const to = treeMove(order, place, event.key);
     if (to === place) return;
     event.preventDefault();
@@ -39,4 +35,36 @@ function item(trajectory, node, chosen, choose) {
     <span class="agent-name">${node.depth > 0 && html`<span class="branch" aria-hidden="true">└ </span>`}${trajectory.agent}
       ${trajectory.outcome !== "ok" && badge(trajectory.outcome, trajectory.outcome === "failed" ? "bad" : "warn", trajectory.reason || null)}</span>
     <span class="muted small">${facts.filter(Boolean).join(" · ")}</span></div>`;
+}
+
+/**
+ * Agents in the order of a tree, a parent before its children: `[{ index, depth, parent, numChildren }]`.
+ *
+ * `parent` is an index of `trajectories`. One that names no agent before its own, as a damaged file may, is left out, so that no agent is lost and
+ * nothing goes round in circles.
+ */
+export function treeOrder(trajectories) {
+  const parents = trajectories.map((trajectory, index) => {
+    const parent = trajectory.parent;
+    return Number.isInteger(parent) && parent >= 0 && parent < index ? parent : null;
+  });
+  const children = trajectories.map(() => []);
+  parents.forEach((parent, index) => { if (parent !== null) children[parent].push(index); });
+  const order = [];
+  const visit = (index, depth) => {
+    order.push({ index, depth, parent: parents[index], numChildren: children[index].length });
+    for (const child of children[index]) visit(child, depth + 1);
+  };
+  parents.forEach((parent, index) => { if (parent === null) visit(index, 0); });
+  return order;
+}
+
+/** Where a key leads from a place in `treeOrder`; the place itself where it leads nowhere. As in any tree of a desktop. */
+export function treeMove(order, place, key) {
+  const { parent, numChildren } = order[place];
+  const moves = {
+    ArrowDown: Math.min(place + 1, order.length - 1), ArrowUp: Math.max(place - 1, 0), Home: 0, End: order.length - 1,
+    ArrowLeft: parent === null ? place : order.findIndex(({ index }) => index === parent), ArrowRight: numChildren ? place + 1 : place,
+  };
+  return moves[key] ?? place;
 }

@@ -10,8 +10,8 @@ export class ApiError extends Error {
 }
 
 /**
- * The answer of `/api/<name>`. `params`: name -> value, or a list of them; null and undefined are left out.
- * Throws ApiError, and AbortError once `signal` is aborted.
+ * The answer of `/api/<name>`. `params`: name -> value, or a list of them; null and undefined are left out. Throws ApiError, and AbortError once
+ * `signal` is aborted.
  */
 export async function get(name, params, signal) {
   const address = `api/${name}${queryOf(params ?? {})}`;
@@ -53,8 +53,8 @@ function queryOf(params) {
 }
 
 /**
- * Of several questions only the newest may be answered on the page:
- * `const isNewest = newest(); const answer = await get(…); if (isNewest()) draw(answer);` with `newest = numbered()`.
+ * Of several questions only the newest may be answered on the page: `const isNewest = newest(); const answer = await get(…); if (isNewest())
+ * draw(answer);` with `newest = numbered()`.
  */
 export function numbered() {
   let num = 0;
@@ -68,9 +68,8 @@ export function numbered() {
 const RETRY_MS = 2000;
 
 /**
- * Listen to what a run writes, or with `run` null to the list of runs. `onChange()` is called when there is something
- * new, also after the connection was lost and found again; `onState("live" | "lost" | "gone")` when that changes: `gone`
- * if the server is there and has no such run any more.
+ * Listen to what a run writes, or with `run` null to the list of runs. `onChange()` is called when there is something new, also after the connection
+ * was lost and found again; `onState("live" | "lost" | "gone")` when that changes: `gone` if the server is there and has no such run any more.
  * Returns what ends it. A page that nobody sees does not listen.
  */
 export function stream(run, onChange, onState) {
@@ -93,10 +92,7 @@ export function stream(run, onChange, onState) {
       else onState("lost"); // and it tries again by itself
     };
   }
-  async function retry() {
-    timer = setTimeout(open, RETRY_MS);
-    onState(run !== null && (await isGone(run)) ? "gone" : "lost");
-  }
+  async function retry() { timer = setTimeout(open, RETRY_MS); onState(run !== null && (await isGone(run)) ? "gone" : "lost"); }
   function close() {
     clearTimeout(timer);
     source?.close();
@@ -109,8 +105,5 @@ export function stream(run, onChange, onState) {
   }
   document.addEventListener("visibilitychange", onVisibility);
   if (!document.hidden) open();
-  return () => {
-    document.removeEventListener("visibilitychange", onVisibility);
-    close();
-  };
+  return () => { document.removeEventListener("visibilitychange", onVisibility); close(); };
 }

@@ -6,13 +6,10 @@
  *     export const title = "Groups";
  *     export async function render(root, place, { signal, run }) { …; return refresh; }
  *
- * `render` fills the empty element `root` by `html.update`. `place` is `{ view, run, query }` of `router.parse`. `run` is the RunAnswer,
- * null outside of a run. `signal` is aborted when the person leaves the view: give it to `api.get`, and to listeners.
- * What it returns, `async refresh(run)`, or nothing, is called when the run has written something, never twice at once;
- * it brings `root` up to date without losing scroll, selection or focus: `update` does that. An error thrown by
- * either is shown with its address and a way to try again. A view that changes its own address without being rendered
- * anew uses `router.note`; one that wants to be rendered anew uses links or `router.go`.
- * What somebody came for, further down, is marked by `data-arrive`. Keyboard: see `keys.js`. Everything a person or a test looks for has a `data-testid`.
+ * `render` fills the empty element `root` by `html.update`. `place` is `{ view, run, query }` of `router.parse`, `run` the RunAnswer, null outside of
+ * a run. `signal` is aborted when the person leaves. What it returns, `async refresh(run)`, or nothing, is called when the run has written something,
+ * never twice at once; it keeps scroll, selection and focus, as `update` does. Errors are shown with a way to try again. A view notes a change of its
+ * own address by `router.note`; `router.go` and links render it anew. What somebody came for bears `data-arrive`, what tests look for `data-testid`.
  */
 
 import { get, stream } from "./api.js";
@@ -22,24 +19,8 @@ import * as keys from "./keys.js";
 import { link, parse } from "./router.js";
 import { banners, header, helpDialog } from "./shell.js";
 
-/** View -> the one that Escape goes up to. */
-const PARENTS = {
-  compare: "runs",
-  components: "runs",
-  overview: "runs",
-  groups: "overview",
-  tasks: "overview",
-  cluster: "overview",
-  ledger: "overview",
-  alerts: "overview",
-  log: "overview",
-  config: "overview",
-  evaluations: "overview",
-  tables: "overview",
-  group: "groups",
-  episode: "group",
-  task: "tasks",
-};
+/** View -> the one that Escape goes up to, if that is not the overview. */
+const PARENTS = { compare: "runs", components: "runs", overview: "runs", group: "groups", episode: "group", task: "tasks" };
 
 const shell = document.getElementById("shell");
 const main = document.getElementById("main");
@@ -64,20 +45,13 @@ async function show() {
     numMissed: 0,
   };
   shown = now;
-  now.stop = stream(
-    place.run,
-    () => changed(now),
-    (state) => drawShell(Object.assign(now, { connection: state })),
-  );
+  now.stop = stream(place.run, () => changed(now), (state) => drawShell(Object.assign(now, { connection: state })));
   await render(now, before ? (isSame ? "same" : "new") : "first");
 }
 
 /** `arrival`: `first` view of the page, a `new` one, or the `same` in another state. */
 async function render(now, arrival) {
-  const {
-    place,
-    abort: { signal },
-  } = now;
+  const { place, abort: { signal } } = now;
   let root = emptyRoot(place.view);
   Object.assign(now, { error: null, isBusy: true });
   main.setAttribute("aria-busy", "true");
@@ -109,7 +83,8 @@ function emptyRoot(view) {
 
 /** Its module; the title is noted as soon as it is known, for errors to name it. */
 async function viewOf(now) {
-  const name = /^[a-z]+$/.test(now.place.view) ? now.place.view : "missing";
+  const { view: name } = now.place;
+  if (!/^[a-z]+$/.test(name)) throw new Error(`there is no view ${name}`);
   const view = await import(`./views/${name}.js`);
   now.title = view.title;
   return view;
@@ -117,8 +92,7 @@ async function viewOf(now) {
 
 /** Put the view in, with the focus where a person would look for it. */
 function putIn(root, arrival) {
-  const focused =
-    arrival === "same" && main.contains(document.activeElement) ? document.activeElement.dataset.testid : null;
+  const focused = arrival === "same" && main.contains(document.activeElement) ? document.activeElement.dataset.testid : null;
   const before = main.firstElementChild;
   main.replaceChildren(root);
   if (before) update(before); // its charts end
@@ -138,8 +112,7 @@ function showTab() {
   if (!tab) return;
   const row = tab.parentElement;
   const [seen, all] = [tab.getBoundingClientRect(), row.getBoundingClientRect()];
-  if (seen.left < all.left || seen.right > all.right)
-    row.scrollLeft += seen.left - all.left - (all.width - seen.width) / 2;
+  if (seen.left < all.left || seen.right > all.right) row.scrollLeft += seen.left - all.left - (all.width - seen.width) / 2;
 }
 
 function readable(error, place) {
@@ -160,10 +133,7 @@ async function changed(now) {
 /** Bring the page up to date, once more if the run writes something meanwhile. */
 async function catchUp(now) {
   now.isBusy = true;
-  while (now.numMissed && now === shown && !now.isPaused) {
-    now.numMissed = 0;
-    await refresh(now);
-  }
+  while (now.numMissed && now === shown && !now.isPaused) { now.numMissed = 0; await refresh(now); }
   now.isBusy = false;
 }
 
@@ -177,10 +147,7 @@ function onUnhandled(event) {
 }
 
 async function refresh(now) {
-  const {
-    place,
-    abort: { signal },
-  } = now;
+  const { place, abort: { signal } } = now;
   if (now.error) return render(now, "same");
   try {
     if (place.run !== null) now.run = await get("run", { run: place.run }, signal);
@@ -203,13 +170,12 @@ function drawShell(now) {
   update(shell, header(now, { up: up(place), togglePause, showHelp, redraw }), banners(now));
 }
 
-function up(place) {
-  const isEvaluated = place.view === "group" && place.query.has("dataset");
-  const parent = isEvaluated ? "evaluations" : place.run === null && place.view !== "runs" ? "runs" : PARENTS[place.view];
-  if (!parent) return null;
-  if (parent === "runs") return link("runs", null);
-  const keep = parent === "group" ? ["step", "group_id", "dataset"] : parent === "groups" ? ["step"] : place.view === "group" ? ["step", "dataset"] : [];
-  return link(parent, place.run, Object.fromEntries(keep.map((name) => [name, place.query.get(name)])));
+function up({ view, run, query }) {
+  const isEvaluated = view === "group" && query.has("dataset");
+  if (view === "runs") return null;
+  const parent = isEvaluated ? "evaluations" : run === null ? "runs" : (PARENTS[view] ?? "overview");
+  const keep = { group: ["step", "group_id", "dataset"], groups: ["step"], evaluations: ["step", "dataset"] }[parent] ?? [];
+  return link(parent, parent === "runs" ? null : run, Object.fromEntries(keep.map((name) => [name, query.get(name)])));
 }
 
 function togglePause() {
@@ -218,9 +184,7 @@ function togglePause() {
   if (!shown.isPaused && !shown.isBusy) catchUp(shown);
 }
 
-function showHelp() {
-  help.querySelector("dialog").showModal();
-}
+function showHelp() { help.querySelector("dialog").showModal(); }
 
 function goTo(view) {
   if (view === "runs") location.hash = link("runs", null);

@@ -12,12 +12,10 @@ import { Table, fold } from "./components.js";
 import { exact, number } from "./format.js";
 import { Component, createRef, html } from "./html.js";
 import { STEPS_S, sinceBegin } from "./lanes.js";
-import { columnsOf, csvOf, drawnOf, lastOf, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
+import { columnsOf, csvOf, drawnOf, lastOf, lookOf, nearest, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
 import { saveCsv, savePng } from "./saving.js";
 import { colour, onTheme } from "./theme.js";
 
-const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c8", "--c7"];
-const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3], [], [7, 3], [2, 2], [9, 3, 2, 3]];
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12];
 const MAX_ROWS = 2000;
 
@@ -33,7 +31,8 @@ const MAX_ROWS = 2000;
  * - `marks`: `{ x, text }`, drawn as upright lines, the newest of them told under the title; `span`: the first and last x
  *   to show at least, so that charts side by side show the same;
  * - `x`: what x counts, if no `choices` say so; `sync`: charts of one name share the cursor;
- * - `choices` and `choose(changes)`, see `choices.js`, if the page keeps them; `pick(step)` opens a step.
+ * - `choices` and `choose(changes)`, see `choices.js`, if the page keeps them; `pick(step, line)` opens a step, of
+ *   the line nearest to the pointer.
  */
 export class Chart extends Component {
   constructor(props) {
@@ -44,9 +43,7 @@ export class Chart extends Component {
     this.end = new AbortController();
   }
 
-  get choices() {
-    return this.props.choices ?? { ...this.state.own, x: this.props.x ?? "step" };
-  }
+  get choices() { return this.props.choices ?? { ...this.state.own, x: this.props.x ?? "step" }; }
 
   #choose(changes) {
     if (this.props.choose) this.props.choose(changes);
@@ -62,10 +59,7 @@ export class Chart extends Component {
 
   componentDidUpdate() {
     if (this.form !== this.drawnForm || !this.plot) this.#redraw();
-    else if (this.data !== this.drawnData) {
-      this.drawnData = this.data;
-      this.plot.setData(this.data, true);
-    }
+    else if (this.data !== this.drawnData) { this.drawnData = this.data; this.plot.setData(this.data, true); }
   }
 
   componentWillUnmount() {
@@ -80,29 +74,18 @@ export class Chart extends Component {
     const key = [props.lines, props.span, choices.smooth, String(choices.hide), String(choices.zoom), this.#isLog, choices.full === props.id];
     if (this.key?.every((one, index) => one === key[index])) return;
     this.key = key;
-    this.lines = props.lines.map((line, index) => ({
-      kind: "line",
-      colour: COLOURS[index % COLOURS.length],
-      dash: DASHES[index % DASHES.length],
-      ...line,
-      isHidden: choices.hide.includes(`${props.id} ${line.label}`),
-    }));
+    const isHidden = ({ label }) => choices.hide.includes(`${props.id} ${label}`);
+    this.lines = props.lines.map((line, index) => ({ kind: "line", ...lookOf(index), ...line, isHidden: isHidden(line) }));
     this.drawn = drawnOf(this.lines.filter(({ isHidden }) => !isHidden), choices.smooth);
     this.data = columnsOf(this.drawn, choices.zoom ?? props.span ?? [], this.#isLog);
     this.form = JSON.stringify([this.drawn.map(({ kind, label }) => [kind, label]), this.#isLog, this.#height]);
   }
 
-  get #isLog() {
-    return this.choices.log.includes(this.props.id);
-  }
+  get #isLog() { return this.choices.log.includes(this.props.id); }
 
-  get #isFull() {
-    return this.choices.full === this.props.id;
-  }
+  get #isFull() { return this.choices.full === this.props.id; }
 
-  get #height() {
-    return this.#isFull ? Math.max(innerHeight - 240, 200) : (this.props.height ?? 150);
-  }
+  get #height() { return this.#isFull ? Math.max(innerHeight - 240, 200) : (this.props.height ?? 150); }
 
   render({ id, title, help = "", unit = "", noun = "value", note = "", marks = [] }, { at, isOpen }) {
     this.#prepare();
@@ -213,7 +196,9 @@ export class Chart extends Component {
   #pick(index) {
     const x = index === null || index === undefined ? null : this.data[0][index];
     const step = stepAt(this.lines, x);
-    if (this.props.pick && step !== null) this.props.pick(step);
+    if (!this.props.pick || step === null) return;
+    const line = nearest(this.drawn, x, this.plot.cursor.top, (y) => this.plot.valToPos(y, "y"));
+    this.props.pick(stepAt(line ? [line] : this.lines, x), line);
   }
 
   #xText(x) {
@@ -226,11 +211,21 @@ export class Chart extends Component {
     const moves = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
     if (!this.plot) return;
     if (event.key === "Enter") return this.#pick(this.plot.cursor.idx);
+    if (event.key === "-") return this.#choose({ zoom: null });
+    if (event.key === "+" || event.key === "=") return this.#lookCloser();
     if (!(event.key in moves)) return;
     const from = this.plot.cursor.idx ?? this.data[0].length;
     const index = Math.min(Math.max(from + moves[event.key], 0), this.data[0].length - 1);
     this.plot.setCursor({ left: this.plot.valToPos(this.data[0][index], "x"), top: 10 }, true, true);
     event.preventDefault();
+  }
+
+  /** At a half of what is shown, about the point that the arrow keys came to. */
+  #lookCloser() {
+    const { min, max } = this.plot.scales.x;
+    const at = this.data[0][this.plot.cursor.idx] ?? (min + max) / 2;
+    const from = Math.min(Math.max(at - (max - min) / 4, min), (min + max) / 2);
+    this.#choose({ zoom: [from, from + (max - min) / 2].map((x) => Number(x.toPrecision(6))) });
   }
 
   #onEscape(event) {
@@ -276,7 +271,7 @@ export class Chart extends Component {
     return html`${help && html`<p>${help}.</p>`}<div class="tools">
         <button type="button" data-testid=${`csv-${id}`} onclick=${() => saveCsv(title, csvOf(x, this.lines.map(named), rows))}>CSV</button>
         <button type="button" data-testid=${`png-${id}`} onclick=${() => savePng(this.plot, look())}>PNG</button></div>
-      <${Table} ...${{ columns, rows: shown, id: `table-${id}`, caption }} />`;
+      <div class="numbers" role="region" tabindex="0" aria-label=${`Numbers of ${title}`}><${Table} ...${{ columns, rows: shown, id: `table-${id}`, caption }} /></div>`;
   }
 }
 

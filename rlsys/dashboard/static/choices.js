@@ -1,6 +1,6 @@
 /**
- * What a person chose of the charts of a page: what x counts, smoothing, the stretch that is looked at, axes, hidden
- * lines, and the chart that fills the window. Charts take and change it as `choices` and `choose(changes)`.
+ * What a person chose of the charts of a page: what x counts, smoothing, the stretch that is looked at, axes, hidden lines, and the chart that fills
+ * the window. Charts take and change it as `choices` and `choose(changes)`.
  */
 
 import { html } from "./html.js";
@@ -30,14 +30,10 @@ export function paramsOf({ x, smooth, zoom, log, hide, full }) {
 }
 
 /** What to ask `/api/series` for, so that it answers just what is looked at. */
-export function windowOf({ x, zoom }) {
-  return { x, from: zoom?.[0], to: zoom?.[1] };
-}
+export function windowOf({ x, zoom }) { return { x, from: zoom?.[0], to: zoom?.[1] }; }
 
 /** `list` with `item` if it was without it, and without it otherwise. */
-export function toggled(list, item) {
-  return list.includes(item) ? list.filter((one) => one !== item) : [...list, item];
-}
+export function toggled(list, item) { return list.includes(item) ? list.filter((one) => one !== item) : [...list, item]; }
 
 /** What is chosen for all charts of a page. */
 export function chartTools(choices, choose) {

@@ -28,8 +28,8 @@ export function legend(reading, scale) {
 }
 
 /**
- * The text of a turn, one element for each run of neighbours of one colour. The arrow keys move along its tokens; `tip`
- * shows the values of the one that is looked at. Where no tokens were recorded it is the text alone.
+ * The text of a turn, one element for each run of neighbours of one colour. The arrow keys move along its tokens; `tip` shows the values of the one
+ * that is looked at. Where no tokens were recorded it is the text alone.
  */
 export function TokenBox({ turn, label, reading, scale, tip }) {
   const box = useRef(null);
@@ -66,10 +66,7 @@ function listen(text, tip) {
   const { box, turn, offsets } = text;
   let cursor = -1;
   const leave = () => { cursor = -1; tip.hide(); };
-  const look = (token) => {
-    cursor = token;
-    tip.show(rangeOf(text, token), turn, token);
-  };
+  const look = (token) => { cursor = token; tip.show(rangeOf(text, token), turn, token); };
   box.onpointermove = (event) => {
     const token = tokenUnder(text, event.clientX, event.clientY);
     if (token !== null && token !== cursor) look(token);
@@ -96,9 +93,7 @@ function keyMove(key, cursor, num) {
   return key === "Escape" && cursor >= 0 ? -1 : null;
 }
 
-function intoView(rect) {
-  if (rect && (rect.top < 0 || rect.bottom > innerHeight)) scrollBy(0, rect.top - innerHeight / 2);
-}
+function intoView(rect) { if (rect && (rect.top < 0 || rect.bottom > innerHeight)) scrollBy(0, rect.top - innerHeight / 2); }
 
 function rangeOf({ box, offsets, starts }, token) {
   const run = tokenAt(starts, offsets[token]);
@@ -112,9 +107,7 @@ function rangeOf({ box, offsets, starts }, token) {
 
 /** The token under a point of the page; null if there is none. */
 function tokenUnder({ box, offsets, starts }, x, y) {
-  const spot = document.caretRangeFromPoint
-    ? document.caretRangeFromPoint(x, y)
-    : asRange(document.caretPositionFromPoint(x, y));
+  const spot = document.caretRangeFromPoint ? document.caretRangeFromPoint(x, y) : asRange(document.caretPositionFromPoint(x, y));
   const node = spot?.startContainer;
   if (node?.nodeType !== Node.TEXT_NODE || !box.contains(node)) return null;
   const run = Array.prototype.indexOf.call(box.childNodes, node.parentNode);
@@ -123,9 +116,7 @@ function tokenUnder({ box, offsets, starts }, x, y) {
   return Math.min(tokenAt(offsets, starts[run] + offset), offsets.length - 2);
 }
 
-function asRange(position) {
-  return position && { startContainer: position.offsetNode, startOffset: position.offset };
-}
+function asRange(position) { return position && { startContainer: position.offsetNode, startOffset: position.offset }; }
 
 function covers(node, offset, x, y) {
   const range = document.createRange();

@@ -1,56 +1,39 @@
 /**
- * The components that views are made of; `#/components` shows each of them. Charts are in `charts.js`, texts that
- * somebody wrote in `prompts.js`, small marks beside numbers in `marks.js`.
+ * The components that views are made of; `#/components` shows each of them. Charts are in `charts.js`, texts that somebody wrote in `prompts.js`,
+ * small marks beside numbers in `marks.js`.
  */
 
 import { NONE, number } from "./format.js";
 import { html, useState } from "./html.js";
-import { go, link } from "./router.js";
+import { link } from "./router.js";
 
 /**
- * Table; on a narrow page its rows become cards.
- * `columns`: `{ label, cell(row), isNumber, isText, title, isHead, value(row), field }`: `cell` gives children of a cell,
- * `isText` marks one of sentences, `isHead` the one that names its row. One with `value` or `field` can be sorted by, if
- * `onSort` is there: it is called with the new `sort`, a label, after a `-` where the largest stands on top.
- * `id` is also its data-testid.
+ * Table; on a narrow page its rows become cards. `columns`: `{ label, cell(row), isNumber, isText, title, isHead, order }`: `cell` gives children of
+ * a cell, `isText` marks one of sentences, `isHead` the one that names its row. One with `order`, its name for the server, can be sorted by, if
+ * `onOrder` is there: it is called with the new `order`, a name, followed by ` desc` where the largest stands on top. `id` is also its data-testid.
  */
-export function Table({ columns, rows, id, caption, keyOf, rowClass, sort, onSort }) {
+export function Table({ columns, rows, id, caption, keyOf, rowClass, order, onOrder }) {
   const kind = (column) => (column.isNumber ? "num" : column.isText ? "text" : null);
   const cell = (column, row) => {
     const shown = column.cell(row) ?? NONE;
     const names = [kind(column), shown === NONE && "none"].filter(Boolean).join(" ") || null;
-    return column.isHead
-      ? html`<th scope="row" class=${names} data-label=${column.label}>${shown}</th>`
+    return column.isHead ? html`<th scope="row" class=${names} data-label=${column.label}>${shown}</th>`
       : html`<td class=${names} data-label=${column.label}>${shown}</td>`;
   };
   return html`<div class="table-box"><table class="cards" data-testid=${id}>
     ${caption && html`<caption>${caption}</caption>`}
-    <thead><tr>${columns.map((column) => html`<${Heading} ...${{ column, kind: kind(column), sort, onSort }} />`)}</tr></thead>
+    <thead><tr>${columns.map((column) => html`<${Heading} ...${{ column, kind: kind(column), order, onOrder }} />`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr key=${keyOf?.(row)} class=${rowClass?.(row)}>${columns.map((column) => cell(column, row))}</tr>`)}</tbody>
   </table></div>`;
 }
 
-function Heading({ column, kind, sort, onSort }) {
-  const { label, title } = column;
-  if (!onSort || !(column.value || column.field)) return html`<th class=${kind} scope="col" title=${title}>${label}</th>`;
-  const by = sort?.replace(/^-/, "") === label ? (sort.startsWith("-") ? "descending" : "ascending") : null;
-  const next = by === "descending" ? label : by === "ascending" || !column.isNumber ? (by ? `-${label}` : label) : `-${label}`;
-  const sign = by === "ascending" ? " ▲" : by === "descending" ? " ▼" : "";
-  return html`<th class=${kind} scope="col" aria-sort=${by}>
-    <button type="button" class="sort" title=${title ?? `Sort by ${label}`} data-testid=${`sort-${label}`} onclick=${() => onSort(next)}>${label}${sign}</button></th>`;
-}
-
-/** Rows by the column that `sort` names; those without a value come last. */
-export function sorted(rows, columns, sort) {
-  const column = columns.find(({ label, value }) => value && label === sort?.replace(/^-/, ""));
-  if (!column) return rows;
-  const sign = sort.startsWith("-") ? -1 : 1;
-  const isNothing = (value) => value === null || value === undefined || value === "";
-  return [...rows].sort((a, b) => {
-    const [x, y] = [column.value(a), column.value(b)];
-    if (isNothing(x) || isNothing(y)) return isNothing(x) - isNothing(y);
-    return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true }));
-  });
+function Heading({ column: { label, title, order: own, isNumber }, kind, order, onOrder }) {
+  if (!label) return html`<td></td>`;
+  if (!onOrder || !own) return html`<th class=${kind} scope="col" title=${title}>${label}</th>`;
+  const by = order === own ? "ascending" : order === `${own} desc` ? "descending" : null;
+  const isDown = by ? by === "ascending" : isNumber;
+  return html`<th class=${kind} scope="col" aria-sort=${by}><button type="button" class="sort" title=${title ?? `Sort by ${label}`} data-testid=${`sort-${own}`}
+    onclick=${() => onOrder(isDown ? `${own} desc` : own)}>${label}${by && (by === "ascending" ? " ▲" : " ▼")}</button></th>`;
 }
 
 const MARKS = { starting: "◌", running: "▶", silent: "…", finished: "✓", interrupted: "❚❚", failed: "✕" };
@@ -102,9 +85,7 @@ export function ofPolicies(run, what) {
 }
 
 /** What a policy is called, by the id of its run: its folder. */
-export function nameOf(id) {
-  return id.split("/").at(-1);
-}
+export function nameOf(id) { return id.split("/").at(-1); }
 
 /** A named figure: `Reward` over `0.523`. */
 export function figure(label, value, { title, note, id } = {}) {
@@ -145,17 +126,6 @@ async function copy(text) {
 export function filterField({ label, title, value, seek, id = "filter" }) {
   return html`<input type="search" placeholder=${label} aria-label=${title ?? label} data-search data-testid=${id} value=${value}
     oninput=${({ target }) => seek(target.value)} />`;
-}
-
-/** A field for words to look for; Enter goes to `hrefOf(words)`. */
-export function searchField(label, words, hrefOf) {
-  const onsubmit = (event) => {
-    event.preventDefault();
-    go(hrefOf(new FormData(event.target).get("q").trim()));
-  };
-  return html`<form key="search" class="tools" role="search" onsubmit=${onsubmit}>
-    <label class="visually-hidden" for="q">${label}</label>
-    <input id="q" name="q" type="search" defaultValue=${words} placeholder=${label} data-search data-testid="search" autocomplete="off" /></form>`;
 }
 
 /** A link to the previous or next thing (`nav`), or the same greyed out where `href` is null; keys: see `keys.js`. */

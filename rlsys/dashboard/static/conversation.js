@@ -6,8 +6,8 @@ const CHATML_END = "<|im_end|>";
 /**
  * The messages in a piece of a prompt as a chat template wrote it: `[{ role, text }]`.
  *
- * Only ChatML is taken apart, which Qwen and many others speak. What stands outside its marks, or any other template, is
- * one message of role `prompt` with all its marks. The opening of the answer that follows is left out: it says nothing.
+ * Only ChatML is taken apart, which Qwen and many others speak. What stands outside its marks, or any other template, is one message of role `prompt`
+ * with all its marks. The opening of the answer that follows is left out: it says nothing.
  */
 export function messagesOf(said) {
   const openings = [...said.matchAll(CHATML)];
@@ -31,9 +31,7 @@ function outside(text) {
   return left.trim() ? [{ role: "prompt", text: left }] : [];
 }
 
-function trimmed(text) {
-  return text.replace(/^\n+|\s+$/g, "");
-}
+function trimmed(text) { return text.replace(/^\n+|\s+$/g, ""); }
 
 /** A message of a task's prompt as text, with the calls that somebody else's assistant made in it. */
 export function textOfMessage(message) {

@@ -7,21 +7,26 @@
  *     data-search          / puts the focus there; Escape leaves it
  */
 
-/** Key after `g` -> view. */
-export const PLACES = {
-  r: "runs",
-  o: "overview",
-  g: "groups",
-  t: "tasks",
-  v: "evaluations",
-  c: "cluster",
-  l: "ledger",
-  a: "alerts",
-  x: "tables",
-  e: "log",
-  f: "config",
-};
+/** The views of a run in the order of their tabs: `[view, label, key after g]`. */
+export const VIEWS = [
+  ["overview", "Overview", "o"], ["groups", "Groups", "g"], ["tasks", "Tasks", "t"], ["evaluations", "Evaluations", "v"], ["cluster", "Cluster", "c"],
+  ["ledger", "Ledger", "l"], ["alerts", "Alerts", "a"], ["log", "Log", "e"], ["tables", "Tables", "x"], ["config", "Configuration", "f"],
+];
+/** What each key is for. */
+export const HELP = [
+  ["g r", "runs"],
+  ...VIEWS.map(([, label, key]) => [`g ${key}`, label.toLowerCase()]),
+  ["j k", "next, previous row; or step, where there are no rows"],
+  ["] [", "next, previous step, group or episode"],
+  ["Enter", "open"],
+  ["← →", "along the points of a chart, the tokens of a turn, the time of lanes"],
+  ["+ -", "look closer at a chart or lanes, and all of it again"],
+  ["Esc", "up"],
+  ["/", "search"],
+  ["?", "this help"],
+];
 
+const PLACES = { r: "runs", ...Object.fromEntries(VIEWS.map(([view, , key]) => [key, view])) };
 const CHORD_MS = 1500;
 const MOVES = { "]": "next", n: "next", "[": "previous", p: "previous" };
 
@@ -31,10 +36,7 @@ export function listen({ goTo, showHelp }) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     if (document.querySelector("dialog[open]")) return;
-    if (isTyping(event.target)) {
-      if (event.key === "Escape") event.target.blur();
-      return;
-    }
+    if (isTyping(event.target)) { if (event.key === "Escape") event.target.blur(); return; }
     const isChord = performance.now() < chordUntil;
     chordUntil = 0;
     if (isChord && event.key in PLACES) goTo(PLACES[event.key]);

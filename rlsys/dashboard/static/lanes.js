@@ -63,8 +63,8 @@ export function sinceBegin(seconds, step_s = 1) {
 }
 
 /**
- * What a worker can do, in the order it is drawn: a colour, and a height with a place, so that none is told apart by
- * colour alone, and no two share one. `top` and `height` are shares of the lane.
+ * What a worker can do, in the order it is drawn: a colour, and a height with a place, so that none is told apart by colour alone, and no two share
+ * one. `top` and `height` are shares of the lane.
  */
 export const ACTIVITIES = {
   generating: { colour: "--c1", top: 0, height: 1, help: "a replica played a group" },
@@ -81,9 +81,7 @@ export const ACTIVITIES = {
 };
 
 /** How an activity looks; one that this page does not know is grey. */
-export function shapeOf(activity) {
-  return ACTIVITIES[activity] ?? { colour: "--c7", top: 0.25, height: 0.5, help: "" };
-}
+export function shapeOf(activity) { return ACTIVITIES[activity] ?? { colour: "--c7", top: 0.25, height: 0.5, help: "" }; }
 
 /**
  * The spans of a lane as one SVG path for each activity, `width` by `height` pixels: `[{ activity, path }]`.

@@ -7,15 +7,9 @@ import { html } from "./html.js";
 
 const GIB = 2 ** 30;
 const KINDS = [
-  ["machine", "cpu", "Processors of workers"],
-  ["machine", "memory", "Memory of workers"],
-  ["machine", "gpu", "GPUs of workers"],
-  ["machine", "gpu_memory", "GPU memory"],
-  ["node", "cpu", "Processors of nodes"],
-  ["node", "memory", "Memory of nodes"],
-  ["node", "shm", "Shared memory of nodes (object store)"],
-  ["node", "sent", "Sent by nodes"],
-  ["node", "received", "Received by nodes"],
+  ["machine", "cpu", "Processors of workers"], ["machine", "memory", "Memory of workers"], ["machine", "gpu", "GPUs of workers"],
+  ["machine", "gpu_memory", "GPU memory"], ["node", "cpu", "Processors of nodes"], ["node", "memory", "Memory of nodes"],
+  ["node", "shm", "Shared memory of nodes (object store)"], ["node", "sent", "Sent by nodes"], ["node", "received", "Received by nodes"],
 ];
 
 /** The charts of a MachineAnswer as props, and its rows; null if no worker was sampled. `begin_s`: of the run. */

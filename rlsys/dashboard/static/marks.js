@@ -1,5 +1,6 @@
 /** Small marks beside numbers: where a value lies among others. Each stands beside its number, never instead of it. */
 
+import { number, percent } from "./format.js";
 import { html } from "./html.js";
 
 const WIDTH = 100;
@@ -31,6 +32,17 @@ export function rangeMark({ low, mean, high }, scale) {
     <rect class="above" x=${dot - 1.5} y="1" width="3" height=${HEIGHT - 2} />`);
 }
 
+/** The rewards of a group beside their mark. */
+export function spread({ reward_min: low, reward_mean: mean, reward_max: high }, scale) {
+  if (low === null) return null;
+  return html`<span class="spread">${rangeMark({ low, mean, high }, scale)}<span class="muted">${number(low)} to ${number(high)}</span></span>`;
+}
+
+/** The score of an evaluation, never without the share of samples that it leaves out. */
+export function scored({ mean, failed_frac }) {
+  return html`<span><b class="num">${number(mean)}</b>${failed_frac > 0 && html` <span class="bad-text">${percent(failed_frac)} failed</span>`}</span>`;
+}
+
 /** A curve of `values` without axes, which fills its box; null if there are fewer than two. */
 export function sparkline(values) {
   const known = values.filter((value) => value !== null);
@@ -41,9 +53,7 @@ export function sparkline(values) {
   return html`<svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true"><polyline points=${points} /></svg>`;
 }
 
-function place(value, scale) {
-  return 2 + ((value - scale.low) / (scale.high - scale.low)) * (WIDTH - 4);
-}
+function place(value, scale) { return 2 + ((value - scale.low) / (scale.high - scale.low)) * (WIDTH - 4); }
 
 function axis(x) {
   return html`<rect class="zero" x=${x - 0.35} y="0" width="0.7" height=${HEIGHT} />`;

@@ -21,8 +21,8 @@ function patternOf(word) {
 }
 
 /**
- * `metrics` of a MetricsAnswer; `choose(names)` turns their charts on or off, `seek(text)` narrows the list, which begins
- * with a few until `isWhole`, for which `unfold()` is asked.
+ * `metrics` of a MetricsAnswer; `choose(names)` turns their charts on or off, `seek(text)` narrows the list, which begins with a few until `isWhole`,
+ * for which `unfold()` is asked.
  */
 export function metricList(metrics, { chosen, sought, isWhole, choose, seek, unfold }) {
   const all = found(metrics, sought);

@@ -1,6 +1,6 @@
 /**
- * The numbers behind a chart: lines of `{ kind, xs, ys, isThinned }` as columns and rows, and what its axes show.
- * `isThinned`: there are more points than these, see `Series.num_points`. Pure logic, no page.
+ * The numbers behind a chart: lines of `{ kind, xs, ys, isThinned }` as columns and rows, and what its axes show. `isThinned`: there are more points
+ * than these, see `Series.num_points`. Pure logic, no page.
  */
 
 import uPlot from "./vendor/uPlot.esm.js";
@@ -9,8 +9,8 @@ const TOLD = 3;
 const DRAWN = 20;
 
 /**
- * The columns that uPlot draws: one of x, which takes in all of `span`, then one per line; stacked ones are sums, and
- * gaps where what they add up to, a line of kind `whole`, has no value. A logarithmic axis has no place for 0 and below.
+ * The columns that uPlot draws: one of x, which takes in all of `span`, then one per line; stacked ones are sums, and gaps where what they add up to,
+ * a line of kind `whole`, has no value. A logarithmic axis has no place for 0 and below.
  */
 export function columnsOf(lines, span = [], isLog = false) {
   if (!lines.length) return [span];
@@ -28,8 +28,8 @@ export function columnsOf(lines, span = [], isLog = false) {
 }
 
 /**
- * The lines to draw: bands only if they move, for one from 0 to 1 throughout says nothing; lines smoothed by
- * `weight` (0 to 1), with the raw one, of kind `raw`, behind each.
+ * The lines to draw: bands only if they move, for one from 0 to 1 throughout says nothing; lines smoothed by `weight` (0 to 1), with the raw one, of
+ * kind `raw`, behind each.
  */
 export function drawnOf(lines, weight) {
   const isFlat = ({ ys }) => new Set(ys.filter((y) => y !== null)).size < 2;
@@ -60,6 +60,12 @@ export function stepAt(lines, x) {
   return found;
 }
 
+/** The line nearest to a height at an x, by `top(y)`; null if none has a value there or before. */
+export function nearest(lines, x, height, top) {
+  const known = lines.map((line) => [line, valueAt(line, x)]).filter(([, y]) => y !== null);
+  return known.map(([line, y]) => [line, Math.abs(top(y) - height)]).sort(([, a], [, b]) => a - b)[0]?.[0] ?? null;
+}
+
 /** Rows of `rowsOf` as comma-separated values, under `x` and the names of the lines. */
 export function csvOf(x, names, rows) {
   const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
@@ -78,15 +84,12 @@ function whereStacked(lines, xs) {
 }
 
 /**
- * A line's values at every one of `xs`. Where it has none it was 0, as a checkpoint that was not saved took no time; of
- * one that was thinned out it lies between its neighbours.
+ * A line's values at every one of `xs`. Where it has none it was 0, as a checkpoint that was not saved took no time; of one that was thinned out it
+ * lies between its neighbours.
  */
 function filled({ xs, ys, isThinned }, at) {
   const known = xs.map((x, index) => [x, ys[index]]).filter(([, y]) => y !== null);
-  if (!isThinned) {
-    const values = new Map(known);
-    return at.map((x) => values.get(x) ?? 0);
-  }
+  if (!isThinned) { const values = new Map(known); return at.map((x) => values.get(x) ?? 0); }
   let next = 0;
   return at.map((x) => {
     while (next < known.length && known[next][0] < x) next += 1;
@@ -107,14 +110,10 @@ export function valueAt({ xs, ys }, x, exact = false) {
 }
 
 /** What a legend says of a line at `x`: of a part of a sum only what it was just there. */
-export function toldAt(line, x) {
-  return valueAt(line, x, line.kind === "stack" && !line.isThinned);
-}
+export function toldAt(line, x) { return valueAt(line, x, line.kind === "stack" && !line.isThinned); }
 
 /** The last x of any line. */
-export function lastOf(lines) {
-  return Math.max(...lines.map(({ xs }) => xs.at(-1) ?? -Infinity));
-}
+export function lastOf(lines) { return Math.max(...lines.map(({ xs }) => xs.at(-1) ?? -Infinity)); }
 
 /** Marks with the newest first: `drawn` of them become lines, `told` in words, and `numMore` are not told. */
 export function newestOf(marks) {
@@ -127,17 +126,14 @@ export function newestOf(marks) {
 export function rowsOf(lines) {
   const rows = new Map();
   lines.forEach(({ xs, ys }, index) => {
-    xs.forEach((x, at) => {
-      if (!rows.has(x)) rows.set(x, new Array(lines.length).fill(null));
-      rows.get(x)[index] = ys[at];
-    });
+    xs.forEach((x, at) => { if (!rows.has(x)) rows.set(x, new Array(lines.length).fill(null)); rows.get(x)[index] = ys[at]; });
   });
   return [...rows].sort(([a], [b]) => a - b);
 }
 
 /**
- * From 0 where that hides nothing, and with room above; areas that are stacked, always. Never less high than `least`, so
- * that noise about a value is not drawn as if it moved.
+ * From 0 where that hides nothing, and with room above; areas that are stacked, always. Never less high than `least`, so that noise about a value is
+ * not drawn as if it moved.
  */
 export function rangeOf(low, high, isStacked = false, least = 0) {
   if (low === null || high === null) return [0, 1];
@@ -162,4 +158,38 @@ function decimalsOf(by) {
   let decimals = 0;
   while (decimals < 6 && Math.abs(by * 10 ** decimals - Math.round(by * 10 ** decimals)) > 1e-6) decimals += 1;
   return decimals;
+}
+
+/**
+ * Values sorted into at most `most` bins of round width: `[{ from, to, count }]`; the last holds its upper end as well.
+ *
+ * Fewer different values than bins, as rewards of 0 and 1, have a bin each, with `from` equal to `to`.
+ */
+export function histogramOf(values, most = 12) {
+  const known = values.filter((value) => typeof value === "number" && Number.isFinite(value)).sort((a, b) => a - b);
+  if (!known.length) return [];
+  const different = [...new Set(known)];
+  if (different.length <= most) return different.map((value) => ({ from: value, to: value, count: known.filter((other) => other === value).length }));
+  const width = roundUp((known.at(-1) - known[0]) / most);
+  const first = Math.floor(known[0] / width + 1e-9);
+  const last = Math.max(Math.ceil(known.at(-1) / width - 1e-9), first + 1);
+  const bins = Array.from({ length: last - first }, (_, i) => ({
+    from: Number(((first + i) * width).toPrecision(12)),
+    to: Number(((first + i + 1) * width).toPrecision(12)),
+    count: 0,
+  }));
+  for (const value of known) bins[Math.min(Math.floor(value / width - first + 1e-9), bins.length - 1)].count += 1;
+  return bins;
+}
+
+/** The next larger of 1, 2, 5 times a power of ten. */
+function roundUp(width) {
+  const power = 10 ** Math.floor(Math.log10(width));
+  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= width * (1 - 1e-9));
+}
+
+/** How the line of this index looks: no two of 44 are alike. */
+export function lookOf(index) {
+  const dashes = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
+  return { colour: `--c${(index % 11) + 1}`, dash: dashes[((index % 11) + Math.floor(index / 11)) % 4] };
 }

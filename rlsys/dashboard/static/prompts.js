@@ -24,10 +24,7 @@ export function message(role, text, key) {
 }
 
 /** JSON in one line if that is short. */
-function readable(value) {
-  const line = JSON.stringify(value);
-  return line.length < 80 ? line : JSON.stringify(value, null, 2);
-}
+function readable(value) { const line = JSON.stringify(value); return line.length < 80 ? line : JSON.stringify(value, null, 2); }
 
 /** The task of a group: its prompt, the right answer, and what else its row holds. */
 export function taskBox(answer, isOpen) {

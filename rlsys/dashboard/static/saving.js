@@ -5,9 +5,7 @@ import { colour } from "./theme.js";
 const HEAD = 52; // pixels above the plot, for title and legend
 
 /** Save text as `<title>.csv`. */
-export function saveCsv(title, text) {
-  save(title, "csv", new Blob([text], { type: "text/csv" }));
-}
+export function saveCsv(title, text) { save(title, "csv", new Blob([text], { type: "text/csv" })); }
 
 /** Save what a uPlot shows as `<title>.png`, with its title, unit and legend. */
 export function savePng(plot, { title, lines, unit }) {

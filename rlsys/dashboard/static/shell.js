@@ -3,22 +3,11 @@
 import { badge, banner, status } from "./components.js";
 import { ago, clock, count, duration, number } from "./format.js";
 import { html } from "./html.js";
+import { HELP, VIEWS } from "./keys.js";
 import { link } from "./router.js";
 import { themeButton } from "./theme.js";
 import { visible } from "./tokens.js";
 
-const TABS = [
-  ["overview", "Overview"],
-  ["groups", "Groups"],
-  ["tasks", "Tasks"],
-  ["evaluations", "Evaluations"],
-  ["cluster", "Cluster"],
-  ["ledger", "Ledger"],
-  ["alerts", "Alerts"],
-  ["log", "Log"],
-  ["tables", "Tables"],
-  ["config", "Configuration"],
-];
 /** The tab that a view belongs to. */
 const WITHIN = { group: "groups", episode: "groups", task: "tasks" };
 const LOST = { lost: "Connection lost, trying again", gone: "This run is gone" };
@@ -39,7 +28,7 @@ export function header(now, { up, togglePause, showHelp, redraw }) {
       <button type="button" onclick=${showHelp} data-testid="help" title="Keys (?)" aria-label="Keys">?</button>
     </div>
     ${run && html`<nav class="tabs" key="tabs" aria-label="Views of the run">
-      ${TABS.map(([view, label]) => html`<a key=${view} href=${link(view, place.run)} data-testid=${`tab-${view}`} aria-current=${here === view ? "page" : null}>
+      ${VIEWS.map(([view, label]) => html`<a key=${view} href=${link(view, place.run)} data-testid=${`tab-${view}`} aria-current=${here === view ? "page" : null}>
         ${label}${view === "alerts" && run.summary.num_alerts > 0 && badge(run.summary.num_alerts, "bad")}</a>`)}</nav>`}`;
 }
 
@@ -84,26 +73,6 @@ function bad({ summary, has_groups }) {
   const what = html`<strong>Nothing was written since </strong>${since}: the process was killed, or it is stuck. ${hint}${said}`;
   return banner("warn", what, options);
 }
-
-const HELP = [
-  ["g r", "runs"],
-  ["g o", "overview"],
-  ["g g", "groups"],
-  ["g t", "tasks"],
-  ["g v", "evaluations"],
-  ["g c", "cluster"],
-  ["g l", "ledger"],
-  ["g a", "alerts"],
-  ["g x", "tables"],
-  ["g e", "log of events"],
-  ["g f", "configuration"],
-  ["j k", "next, previous row; or step, where there are no rows"],
-  ["] [", "next, previous step, group or episode"],
-  ["Enter", "open"],
-  ["Esc", "up"],
-  ["/", "search"],
-  ["?", "this help"],
-];
 
 /** The list of keys. */
 export function helpDialog() {

@@ -1,6 +1,6 @@
 /**
- * Swim-lanes on the page: one row a worker, blank where it was idle. Zoom by buttons, `+` and `-` or by dragging over a
- * stretch of time; move by buttons or arrow keys; the pointer, or a tap, tells what a worker did at a moment.
+ * Swim-lanes on the page: one row a worker, blank where it was idle. Zoom by buttons, `+` and `-` or by dragging over a stretch of time; move by
+ * buttons or arrow keys; the pointer, or a tap, tells what a worker did at a moment.
  */
 
 import { Table, fold } from "./components.js";
@@ -22,8 +22,8 @@ export function lanesWidth() {
 }
 
 /**
- * Props: `answer` of `/api/cluster`, `isFollowing` the newest; `look(window)` is called to show another stretch of time,
- * with null the newest, and to follow it. What comes while somebody drags over the lanes is shown after that.
+ * Props: `answer` of `/api/cluster`, `isFollowing` the newest; `look(window)` is called to show another stretch of time, with null the newest, and to
+ * follow it. What comes while somebody drags over the lanes is shown after that.
  */
 export class Swimlanes extends Component {
   constructor(props) {
@@ -73,9 +73,7 @@ export class Swimlanes extends Component {
       ${fold("Data", this.#shares(), { id: "data-lanes" })}</section>`;
   }
 
-  #activities() {
-    return [...new Set(this.answer.lanes.flatMap((lane) => lane.spans.map((span) => span.activity)))].sort();
-  }
+  #activities() { return [...new Set(this.answer.lanes.flatMap((lane) => lane.spans.map((span) => span.activity)))].sort(); }
 
   #buttons() {
     const button = (id, label, title, to, isOff) => html`<button key=${id} type="button" title=${title} aria-label=${title} disabled=${isOff}
@@ -94,9 +92,7 @@ export class Swimlanes extends Component {
     ];
   }
 
-  #since(moment) {
-    return sinceBegin(moment - this.run.from, (this.window.to - this.window.from) / 20);
-  }
+  #since(moment) { return sinceBegin(moment - this.run.from, (this.window.to - this.window.from) / 20); }
 
   #row(lane) {
     const paths = pathsOf(lane.spans, this.window, this.width, HEIGHT);
@@ -161,10 +157,7 @@ export class Swimlanes extends Component {
     else this.#tell(event);
   }
 
-  #drop() {
-    this.begin = null;
-    this.setState({ band: null });
-  }
+  #drop() { this.begin = null; this.setState({ band: null }); }
 
   #drawBand(a, b) {
     const area = this.area.current;
@@ -180,8 +173,7 @@ export class Swimlanes extends Component {
     const length = this.window.to - this.window.from;
     const moment = this.window.from + this.#share(event) * length;
     const span = spanAt(lane.spans, moment, (2 * length) / this.width);
-    const what = span
-      ? `${span.activity} from ${this.#since(span.start_s)} to ${this.#since(span.end_s)} (${duration(span.end_s - span.start_s)})`
+    const what = span ? `${span.activity} from ${this.#since(span.start_s)} to ${this.#since(span.end_s)} (${duration(span.end_s - span.start_s)})`
       : `idle at ${this.#since(moment)}`;
     this.setState({ said: `${lane.worker}: ${what}` });
   }

@@ -1,8 +1,8 @@
 /**
  * Tokens coloured by what is known of each: pure logic, no page. `colouring.js` draws them.
  *
- * A reading is one number (or word) per token. Its scale sorts tokens into a few bins, so that a legend can name every
- * colour with numbers, and neighbours of one bin are one element: 10,000 tokens need a few thousand, not 10,000.
+ * A reading is one number (or word) per token. Its scale sorts tokens into a few bins, so that a legend can name every colour with numbers, and
+ * neighbours of one bin are one element: 10,000 tokens need a few thousand, not 10,000.
  */
 
 /** Characters that would not be seen, or would turn the text around them: controls, and marks of direction. */
@@ -10,83 +10,29 @@ const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a
 
 /** What tokens can be coloured by: the column of a turn, its unit, its meaning, and how values are sorted into bins. */
 export const READINGS = [
-  {
-    key: "none",
-    label: "nothing",
-    column: null,
-    unit: "",
-    help: "The text alone.",
-  },
-  {
-    key: "logprob",
-    label: "logprob",
-    column: "logprobs",
-    unit: "nats",
-    help: "Log-probability under the sampler: the darker, the more surprising.",
-    scale: { kind: "rising", edges: [-5, -2.3, -1, -0.5, -0.1, -0.01], isReversed: true },
-  },
-  {
-    key: "ratio",
-    label: "ratio",
-    column: "ratios",
-    unit: "",
-    help: "Probability under the trainer over that under the sampler, a factor: 1 where they agree.",
-    scale: { kind: "around", edges: [0.5, 0.8, 0.95, 1.05, 1.25, 2] },
-  },
-  {
-    key: "advantage",
-    label: "advantage",
-    column: "advantages",
-    unit: "",
-    help: "What training pushes for (positive) or against (negative).",
-    scale: { kind: "around", shares: [-2 / 3, -1 / 3, -0.02, 0.02, 1 / 3, 2 / 3] },
-  },
-  {
-    key: "entropy",
-    label: "entropy",
-    column: "entropies",
-    unit: "nats",
-    help: "Of the next-token distribution before the step: the darker, the less sure.",
-    scale: { kind: "rising", edges: [0.01, 0.1, 0.5, 1, 1.5, 2.5] },
-  },
-  {
-    key: "mask",
-    label: "mask",
-    column: "masks",
-    unit: "",
-    help: "Did the token train?",
-    scale: {
-      kind: "named",
-      names: {
-        trained: "trained",
-        left_out: "left out: no advantage, clipped, or masked by a correction",
-        context: "context: not of the policy",
-      },
-    },
-  },
-  {
-    key: "version",
-    label: "version",
-    column: "versions",
-    unit: "",
-    help: "Weights that sampled the token, in steps behind them.",
-    scale: { kind: "each" },
-  },
+  { key: "none", label: "nothing", column: null, unit: "", help: "The text alone." },
+  { key: "logprob", label: "logprob", column: "logprobs", unit: "nats", help: "Log-probability under the sampler: the darker, the more surprising.",
+    scale: { kind: "rising", edges: [-5, -2.3, -1, -0.5, -0.1, -0.01], isReversed: true } },
+  { key: "ratio", label: "ratio", column: "ratios", unit: "", help: "Probability under the trainer over that under the sampler, a factor: 1 where they agree.",
+    scale: { kind: "around", edges: [0.5, 0.8, 0.95, 1.05, 1.25, 2] } },
+  { key: "advantage", label: "advantage", column: "advantages", unit: "", help: "What training pushes for (positive) or against (negative).",
+    scale: { kind: "around", shares: [-2 / 3, -1 / 3, -0.02, 0.02, 1 / 3, 2 / 3] } },
+  { key: "entropy", label: "entropy", column: "entropies", unit: "nats", help: "Of the next-token distribution before the step: the darker, the less sure.",
+    scale: { kind: "rising", edges: [0.01, 0.1, 0.5, 1, 1.5, 2.5] } },
+  { key: "mask", label: "mask", column: "masks", unit: "", help: "Did the token train?",
+    scale: { kind: "named", names: { trained: "trained", left_out: "left out: no advantage, clipped, or masked by a correction", context: "context: not of the policy" } } },
+  { key: "version", label: "version", column: "versions", unit: "", help: "Weights that sampled the token, in steps behind them.", scale: { kind: "each" } },
 ];
 
 /** The reading of a key; colouring by nothing where there is none of that key. */
-export function readingOf(key) {
-  return READINGS.find((reading) => reading.key === key) ?? READINGS[0];
-}
+export function readingOf(key) { return READINGS.find((reading) => reading.key === key) ?? READINGS[0]; }
 
 /** Is a reading known for any token of these turns? */
-export function isRecorded(reading, turns) {
-  return !reading.column || turns.some((turn) => turn[reading.column].some((value) => value !== null));
-}
+export function isRecorded(reading, turns) { return !reading.column || turns.some((turn) => turn[reading.column].some((value) => value !== null)); }
 
 /**
- * The bins of a reading for an episode: `bins`, each with its CSS class, its label and the number of its tokens, and
- * `binOf(value)`, an index of them, or -1 where nothing was recorded.
+ * The bins of a reading for an episode: `bins`, each with its CSS class, its label and the number of its tokens, and `binOf(value)`, an index of
+ * them, or -1 where nothing was recorded.
  */
 export function scaleOf(reading, turns) {
   const values = turns.flatMap((turn) => (reading.column ? turn[reading.column] : []));
@@ -142,15 +88,9 @@ function eachScale(values) {
   return { bins, binOf: (value) => indices.get(value) ?? -1 };
 }
 
-function isNumber(value) {
-  return typeof value === "number" && Number.isFinite(value);
-}
+function isNumber(value) { return typeof value === "number" && Number.isFinite(value); }
 
-/**
- * Neighbouring tokens of one bin joined: `[{ bin, start, end, text }]`, tokens `start` up to `end`.
- *
- * Columns may be empty; then all is one run of bin -1.
- */
+/** Neighbouring tokens of one bin joined: `[{ bin, start, end, text }]`, tokens `start` up to `end`. Columns may be empty; then all is one run of bin -1. */
 export function runsOf(shown, values, binOf) {
   const runs = [];
   shown.forEach((text, index) => {
@@ -169,9 +109,7 @@ export function runsOf(shown, values, binOf) {
 /** Where each token begins in the text shown, in UTF-16 units as the page counts them; one entry more, the end. */
 export function offsetsOf(shown) {
   const offsets = new Uint32Array(shown.length + 1);
-  shown.forEach((text, index) => {
-    offsets[index + 1] = offsets[index] + text.length;
-  });
+  shown.forEach((text, index) => { offsets[index + 1] = offsets[index] + text.length; });
   return offsets;
 }
 

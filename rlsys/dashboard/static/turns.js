@@ -8,9 +8,7 @@ import { html } from "./html.js";
 import { LongText, message } from "./prompts.js";
 
 /** All turns of one agent. `options`: `reading` and `scale` that colour its tokens, and `tip`, see `colouring.js`. */
-export function conversation(trajectory, options) {
-  return trajectory.turns.map((turn, index) => oneTurn(trajectory, turn, index, options));
-}
+export function conversation(trajectory, options) { return trajectory.turns.map((turn, index) => oneTurn(trajectory, turn, index, options)); }
 
 function oneTurn(trajectory, turn, index, options) {
   const label = `Turn ${index + 1} of ${trajectory.agent}`;
@@ -33,7 +31,5 @@ function facts(turn, index) {
     versions.length === 1 && `version ${versions[0]}`,
     versions.length > 1 && `versions ${Math.min(...versions)} to ${Math.max(...versions)}`,
     turn.finish && turn.finish !== "stop" && turn.finish !== "length" && `ended by ${turn.finish}`,
-  ]
-    .filter(Boolean)
-    .join(" · ");
+  ].filter(Boolean).join(" · ");
 }

@@ -31,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(readings: Readings) -> Iterator[object]:
     """Ask every question about the run, and those whose answers lie in its first, middle and last step."""
-    for question in (readings.run, readings.log, readings.metrics, readings.alerts, readings.cluster, readings.ledger):
+    for question in (readings.run, readings.metrics, readings.alerts, readings.cluster, readings.ledger):
         with suppress(RlsysError):
             yield question("run")
     for ask in (
@@ -40,7 +40,6 @@ def answers(readings: Readings) -> Iterator[object]:
         lambda: readings.cluster("run", -1e300, 1e300),
         lambda: readings.compare(["run", "run"]),
         lambda: readings.groups("run"),
-        lambda: readings.tasks("run"),
         lambda: readings.task("run", "task-1"),
         lambda: readings.change("run"),
     ):

@@ -240,6 +240,14 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, content: bytes) -> None:
     assert index.answer(parse_query("episodes"), None).num_rows == 708
 
 
+def test_an_index_that_is_behind_has_a_reason(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    (run / "index.sqlite").write_bytes(b"nonsense" * 1000)
+    indexes, folder = IndexFollowers(), RunFolder(tmp_path, "run")
+    assert "was damaged" in indexes.current(folder).problem
+    assert indexes.current(folder).problem == ""
+
+
 def test_an_index_of_another_version_is_built_again(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     index_of(run)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
 from rlsys.dashboard.folders import RunFolder
-from rlsys.dashboard.http_problems import BadRequest
 from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.queries import Readings
-from rlsys.dashboard.worker_logs import logs_answer
+from rlsys.dashboard.run_index import RunIndex
+from rlsys.dashboard.table_queries import query_of
 from rlsys.monitoring.machine_samples import MachineSample, described_end, last_lines
 from tests.histories import BEGIN_S, History, Shape
 
@@ -56,8 +58,17 @@ def logged(run: Path, worker: str, *texts: str) -> int:
     return path.stat().st_size
 
 
-def texts(run: Path, *workers: str, level: str = "debug", q: str = "", page: int = 0, limit: int = 200) -> list[str]:
-    return [line.text for line in Readings(run.parent).logs("run", workers, level, q, page, limit).lines]
+def lines(run: Path, where: str = "") -> Sequence[Mapping[str, Any]]:
+    """Lines of the logs of workers, newest first."""
+    index = RunIndex(RunFolder(run.parent, run.name))
+    while not index.update(10.0):
+        pass
+    condition = f"kind = line and ({where})" if where else "kind = line"
+    return index.answer(query_of("logs", condition=condition), None).rows
+
+
+def texts(run: Path, where: str = "") -> list[str]:
+    return [line["text"] for line in lines(run, where)]
 
 
 def test_lines_of_all_workers_are_merged_by_the_times_of_samples(run: Path) -> None:
@@ -67,13 +78,11 @@ def test_lines_of_all_workers_are_merged_by_the_times_of_samples(run: Path) -> N
     later = [replace(SAMPLE, time_s=BEGIN_S + s, log_bytes=size) for s, size in ((5, first), (10, first), (15, both))]
     sampled(run, "rollout-0", SAMPLE, *later)
     sampled(run, "reward-0", SAMPLE, replace(SAMPLE, time_s=BEGIN_S + 10, log_bytes=only))
-    answer = Readings(run.parent).logs("run")
-    assert [(line.time_s - BEGIN_S, line.worker, line.text) for line in answer.lines] == [
+    assert [(line["time_s"] - BEGIN_S, line["worker"], line["text"]) for line in lines(run)] == [
         (15, "rollout-0", "three"),
         (10, "reward-0", "two"),
         (5, "rollout-0", "one"),
     ]
-    assert (answer.workers, answer.num_lines) == (["reward-0", "rollout-0"], 3)
 
 
 def test_a_log_that_began_anew_is_read_with_the_part_before(run: Path) -> None:
@@ -81,39 +90,16 @@ def test_a_log_that_began_anew_is_read_with_the_part_before(run: Path) -> None:
     size = logged(run, "actor-0", "after")
     turns = [(5, 0, len("before\n")), (10, 1, 0), (15, 1, size)]
     sampled(run, "actor-0", *(replace(SAMPLE, time_s=BEGIN_S + s, log_turn=t, log_bytes=n) for s, t, n in turns))
-    lines = Readings(run.parent).logs("run").lines
-    assert [(line.text, line.time_s - BEGIN_S) for line in lines] == [("after", 15), ("before", 5)]
+    assert [(line["text"], line["time_s"] - BEGIN_S) for line in lines(run)] == [("after", 15), ("before", 5)]
 
 
 def test_lines_are_filtered_by_worker_level_and_expression(run: Path) -> None:
     logged(run, "rollout-0", "INFO started", "WARNING 09-12 slow", "Traceback (most recent call last):", "  File x")
     logged(run, "actor-0", "torch.OutOfMemoryError: CUDA", "\x1b[31mplain\x1b[0m")
     bad = {"  File x", "Traceback (most recent call last):", "torch.OutOfMemoryError: CUDA"}
-    assert set(texts(run, level="error")) == bad
-    assert texts(run, "rollout-0", level="warning")[-1] == "WARNING 09-12 slow"
-    assert set(texts(run, q=r"^(info|plain)")) == {"INFO started", "plain"}
-    assert texts(run, "actor-0", limit=1, page=1) == ["torch.OutOfMemoryError: CUDA"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"level": "loud"}, "level='loud': it is one of debug, info, warning, error"),
-        ({"q": "("}, "is no regular expression"),
-        ({"workers": ("../../etc",)}, "has no log; those that have: rollout-0"),
-    ],
-)
-def test_a_wrong_filter_is_refused_with_the_remedy(run: Path, arguments: dict, problem: str) -> None:
-    logged(run, "rollout-0", "one")
-    with pytest.raises(BadRequest, match=problem):
-        Readings(run.parent).logs("run", **arguments)
-
-
-def test_an_expression_that_takes_too_long_is_refused(run: Path) -> None:
-    logged(run, "rollout-0", "a" * 60 + "b")
-    folder = RunFolder(run.parent, run.name)
-    with pytest.raises(BadRequest, match="takes longer"):
-        logs_answer(folder, MachineUse(folder), (), "debug", "(a|aa)+$", page=0, limit=9, most_s=0.05)
+    assert set(texts(run, "level = error")) == bad
+    assert texts(run, "worker = 'rollout-0' and level in (warning, error)")[-1] == "WARNING 09-12 slow"
+    assert set(texts(run, "text matches '^(info|plain)'")) == {"INFO started", "plain"}
 
 
 def test_of_very_many_samples_older_ones_are_forgotten_and_the_last_stays(run: Path) -> None:
@@ -128,7 +114,7 @@ def test_of_very_many_samples_older_ones_are_forgotten_and_the_last_stays(run: P
 def test_links_out_of_the_run_are_no_logs(run: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret\n")
     (run / "logs" / "other.log").symlink_to(tmp_path / "secret")
-    assert Readings(run.parent).logs("run").workers == []
+    assert texts(run) == []
 
 
 def test_use_of_the_machine_is_a_series_per_worker_and_node(run: Path) -> None:
@@ -153,13 +139,13 @@ def test_a_run_of_an_older_version_has_neither_logs_nor_samples(run: Path) -> No
     for name in ("machine", "logs"):
         (run / name).rmdir()
     readings = Readings(run.parent)
-    assert (readings.machine("run").series, readings.logs("run").lines) == ([], [])
+    assert (readings.machine("run").series, texts(run)) == ([], [])
 
 
 def test_of_a_progress_bar_the_last_state_is_shown(run: Path) -> None:
     (run / "logs" / "rollout-0.log").write_bytes(b"load:   0%\rload:  50%\rload: 100%\nwindows\r\nlast")
     assert last_lines(run, "rollout-0") == ["load: 100%", "windows", "last"]
-    assert set(texts(run)) == {"load: 100%", "windows", "last"}
+    assert set(texts(run)) == {"load: 100%", "windows"}, "a line is indexed once it is whole"
 
 
 def test_the_end_of_a_process_is_described() -> None:

@@ -3,6 +3,7 @@
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { Table, badge, empty, failure, fold, ofPolicies } from "../components.js";
+import { condition } from "../datatable.js";
 import { count, date, duration, number, percent } from "../format.js";
 import { html, update } from "../html.js";
 import { sinceBegin } from "../lanes.js";
@@ -14,19 +15,12 @@ import { Swimlanes, lanesWidth, windowOf } from "../swimlanes.js";
 export const title = "Cluster";
 
 const HELD_UP_BY = {
-  rollout: "the rollouts",
-  reward: "the rewards",
-  annotate: "the annotators",
-  trainer: "the trainer",
-  weights: "the hand-over of weights",
-  evaluation: "the evaluation",
-  balanced: "nobody",
-  straggler: "one slow worker",
-  order: "older groups",
-  environment: "tools and environments",
-  lockstep: "lockstep",
+  rollout: "the rollouts", reward: "the rewards", annotate: "the annotators", trainer: "the trainer", weights: "the hand-over of weights",
+  evaluation: "the evaluation", balanced: "nobody", straggler: "one slow worker", order: "older groups", environment: "tools and environments", lockstep: "lockstep",
 };
 const QUEUE = "Groups that are somewhere between being issued and being trained, and those of them that are ready to be trained";
+
+const SPEED = "Tokens sampled in groups, per second that each was at the replica; a slow machine lies below the others";
 
 export async function render(root, place, { signal, run }) {
   let window = windowOf(place.query);
@@ -50,17 +44,16 @@ export async function render(root, place, { signal, run }) {
     const head = html`<div key="head" class="head"><h1 data-testid="title">Cluster</h1></div>`;
     if (answer.begin_s === null) return update(root, head, empty("No worker has been heard of yet.", "This page fills once the run has started its workers."));
     const hasLanes = run.has_spans && answer.lanes.length > 0;
-    update(
-      root,
-      html`${head}${bottleneck(answer.bottleneck)}${stale(answer)}
+    update(root, html`${head}${bottleneck(answer.bottleneck)}${stale(answer)}
       <h2 key="h-lanes">Who did what, and when</h2>
       ${hasLanes ? html`<${Swimlanes} key="lanes" answer=${answer} isFollowing=${window === null} look=${look} />` : noLanes(run)}
       <section key="replicas"><h2>Weights held by each replica</h2>${replicas(answer)}</section>
       ${answer.queue.length > 0 && html`<section key="queue"><h2>Queue depth</h2>
         <${Chart} id="queue" title="Groups in the pipe" unit="groups" x="time" sync="time" help=${QUEUE} lines=${queueLines(answer)} /></section>`}
+      ${answer.speeds.length > 0 && html`<section key="speeds"><h2>Speed of each replica</h2>
+        <${Chart} id="speeds" title="Tokens sampled" unit="tokens/s" x="time" sync="time" help=${SPEED} lines=${speedLines(answer)} span=${[answer.from_s - answer.begin_s, answer.to_s - answer.begin_s]} /></section>`}
       <section key="restarts"><h2>Workers that failed</h2>${restarts(place.run, answer)}</section>
-      ${machine && machineSection(machine)}`,
-    );
+      ${machine && machineSection(machine)}`);
   }
   await load(run);
   return load;
@@ -86,6 +79,10 @@ function queueLines({ queue, begin_s, from_s, to_s }) {
   ];
 }
 
+function speedLines({ speeds, begin_s }) {
+  return speeds.map(({ worker, points }) => ({ label: worker, xs: points.map(({ time_s }) => time_s - begin_s), ys: points.map(({ tokens_per_s }) => tokens_per_s) }));
+}
+
 function bottleneck(found) {
   if (!found) return null;
   const rows = Object.entries(found.shares).sort(([, a], [, b]) => b - a);
@@ -107,9 +104,7 @@ function stale(answer) {
 
 function why(replica, answer) {
   const unseen = answer.end_s - replica.seen_s;
-  const held =
-    replica.version === null
-      ? "it never said which version it holds"
+  const held = replica.version === null ? "it never said which version it holds"
       : `it holds version ${replica.version}, and was ${number(replica.behind)} behind when it last answered; the newest is ${answer.newest_version}`;
   return unseen > 30 ? `${held}. That was ${duration(unseen)} before the last event.` : `${held}.`;
 }
@@ -149,7 +144,7 @@ function restarts(run, answer) {
     { label: "While", cell: (row) => row.phase },
     { label: "Back after", cell: (row) => (row.back_s === null ? badge("not back", "bad") : duration(row.back_s - row.failed_s)) },
     { label: "What it said", cell: (row) => html`<span class="detail">${row.detail}</span>` },
-    { label: "", cell: (row) => html`<a href=${link("log", run, { of: "workers", worker: row.worker })} data-testid="worker-log-link">its log</a>` },
+    { label: "", cell: (row) => html`<a href=${link("log", run, { filter: condition("worker", row.worker) })} data-testid="worker-log-link">its log</a>` },
   ];
   return html`<${Table} columns=${columns} rows=${answer.restarts} id="restarts" keyOf=${(row) => `${row.worker} ${row.failed_s}`} />`;
 }

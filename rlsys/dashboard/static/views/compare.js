@@ -3,10 +3,12 @@
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { chartTools, choicesOf, paramsOf, toggled, windowOf } from "../choices.js";
-import { Table, empty, fold, sorted, status } from "../components.js";
-import { count, duration, number } from "../format.js";
+import { Table, empty, fold } from "../components.js";
+import { count } from "../format.js";
 import { html, update } from "../html.js";
-import { link, note } from "../router.js";
+import { lookOf } from "../plotting.js";
+import { go, link, note } from "../router.js";
+import { runTable } from "./runs.js";
 
 export const title = "Compare";
 
@@ -25,7 +27,6 @@ export async function render(root, { query }, { signal }) {
   let chosen = query.getAll("metric");
   if (!chosen.length) chosen = [USUAL[0], ...evals, ...USUAL.slice(1)].filter((name) => names.includes(name));
   let choices = choicesOf(query);
-  let sort = query.get("sort");
   let told = null;
 
   async function refresh() {
@@ -36,7 +37,7 @@ export async function render(root, { query }, { signal }) {
     ]);
     if (!isNewest()) return;
     const labels = labelsOf(runs);
-    told = { runs, differences, labels, charts: chosen.map((name) => chartOf(name, labels, answers)).filter(Boolean) };
+    told = { runs, differences, labels, charts: chosen.map((name) => chartOf(name, ids, labels, answers)).filter(Boolean) };
     draw();
   }
 
@@ -47,23 +48,20 @@ export async function render(root, { query }, { signal }) {
       target.value = "";
       if (names.includes(name)) chart(name);
     };
-    update(
-      root,
-      html`<div class="head"><h1>Compare</h1></div>
-      <${Table} columns=${COLUMNS} rows=${sorted(runs, COLUMNS, sort)} id="compared" keyOf=${({ id }) => id} sort=${sort} onSort=${sortBy} />
+    update(root, html`<div class="head"><h1>Compare</h1></div>
+      ${runTable(runs, "compared")}
       <div class="tools after" key="tools">
         <input type="search" list="metric-names" placeholder="Add a metric" aria-label="Add a metric" data-search data-testid="add-metric" onchange=${add} />
         <datalist id="metric-names">${names.map((name) => html`<option value=${name} />`)}</datalist>
         ${chosen.map((name) => html`<button key=${name} type="button" class="name" aria-label=${`Remove ${name}`} onclick=${() => chart(name)}>${name} ×</button>`)}</div>
       ${chartTools(choices, choose)}
-      <div class="charts after" key="curves" data-testid="curves">${charts.map((one) => html`<${Chart} key=${one.id} ...${one} choices=${choices} choose=${choose} />`)}</div>
-      <h2>Configuration</h2>${configuration(labels, differences)}`,
-    );
+      <h2 class="visually-hidden" key="h-curves">Curves</h2>
+      <div class="charts after" key="curves" data-testid="curves">${charts.map((one) => html`<${Chart} key=${one.id} ...${one} choices=${choices} choose=${choose} pick=${pick} />`)}</div>
+      <h2>Configuration</h2>${configuration(labels, differences)}`);
   }
 
-  function noted() {
-    note(link("compare", null, { run: ids, metric: chosen, sort, ...paramsOf(choices) }));
-  }
+  const pick = (step, line) => line && go(link("groups", line.run, { step }));
+  function noted() { note(link("compare", null, { run: ids, metric: chosen, ...paramsOf(choices) })); }
   function choose(changes) {
     choices = { ...choices, ...changes };
     noted();
@@ -75,32 +73,21 @@ export async function render(root, { query }, { signal }) {
     noted();
     return refresh();
   }
-  function sortBy(by) {
-    sort = by;
-    noted();
-    draw();
-  }
 
   await refresh();
   return refresh;
 }
 
 /** One metric of all runs, as props of a chart; null if none has it. */
-function chartOf(name, labels, answers) {
+function chartOf(name, ids, labels, answers) {
   const found = answers.map(({ series }) => series.find((one) => one.name === name));
   const one = found.find(Boolean);
   if (!one) return null;
   const kind = name.startsWith("eval/") ? "points" : "line";
   const lines = found.flatMap((series, index) =>
-    series ? [{ label: labels[index], xs: series.xs ?? series.steps, steps: series.steps, ys: series.values, kind, ...lookOf(index) }] : [],
+    series ? [{ run: ids[index], label: labels[index], xs: series.xs ?? series.steps, steps: series.steps, ys: series.values, kind, ...lookOf(index) }] : [],
   );
   return { id: name, title: name, help: one.help, unit: one.unit, noun: "no unit", lines };
-}
-
-/** How a run looks on every chart: no two of 44 are alike. */
-export function lookOf(index) {
-  const dashes = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
-  return { colour: `--c${(index % 11) + 1}`, dash: dashes[((index % 11) + Math.floor(index / 11)) % 4] };
 }
 
 /** What runs are called here: by name, unless two share one. */
@@ -118,16 +105,6 @@ function configuration(labels, differences) {
   return html`${shared.length ? differing(shared, "differences") : html`<p class="muted">In the keys that all of them have they are the same.</p>`}
     ${lacking.length > 0 && fold(`${count(lacking.length, "key")} that not all of them have`, differing(lacking, "lacking-keys"), { id: "lacking" })}`;
 }
-
-const COLUMNS = [
-  { label: "Run", isHead: true, value: ({ name, id }) => name || id, cell: (run) => html`<a href=${link("overview", run.id)} data-row>${run.name || run.id}</a>` },
-  { label: "Status", value: (run) => run.status, cell: (run) => status(run.status) },
-  { label: "Model", value: (run) => run.model, cell: (run) => run.model || null },
-  { label: "Algorithm", value: (run) => run.algorithm, cell: (run) => run.algorithm || null },
-  { label: "Step", isNumber: true, value: (run) => run.step, cell: (run) => number(run.step) },
-  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", value: (run) => run.reward, cell: (run) => number(run.reward) },
-  { label: "Step time", isNumber: true, value: (run) => run.step_s, cell: (run) => duration(run.step_s) },
-];
 
 function differenceColumns(labels) {
   const shown = (value) => (value === null ? html`<span class="muted">not there</span>` : html`<code class=${value.length <= SHORT ? "whole" : null}>${value}</code>`);

@@ -23,10 +23,7 @@ export async function render(root, place, { signal, run }) {
   if (!answer.trajectories[shown.agent]) shown.agent = 0;
   const tip = tokenTip();
   document.body.append(tip.element);
-  signal.addEventListener("abort", () => {
-    tip.hide();
-    tip.element.remove();
-  });
+  signal.addEventListener("abort", () => { tip.hide(); tip.element.remove(); });
   const turns = answer.trajectories.flatMap((trajectory) => trajectory.turns);
   const isTree = answer.trajectories.length > 1;
   const change = (changes) => {
@@ -40,17 +37,14 @@ export async function render(root, place, { signal, run }) {
     const scale = scaleOf(reading, turns);
     const trajectory = answer.trajectories[shown.agent];
     tip.hide();
-    update(
-      root,
-      html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, false)}${timeline(answer)}
+    update(root, html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, false)}${timeline(answer)}
       <div class=${isTree ? "talk-and-tree" : null}>
         ${isTree && html`<div class="side"><h2>Agents</h2>${agentTree(answer.trajectories, shown.agent, (agent) => change({ agent }))}</div>`}
         <div class="talk"><div class="colours">
             ${readingPicker(reading.key, (one) => isRecorded(one, turns), (by) => change({ by }))}
             ${wanted === reading ? legend(reading, scale) : notRecorded(wanted)}</div>
           ${words(answer, trajectory)}
-          <div class="turns" key=${shown.agent}>${conversation(trajectory, { reading, scale, tip })}</div></div></div>`,
-    );
+          <div class="turns" key=${shown.agent}>${conversation(trajectory, { reading, scale, tip })}</div></div></div>`);
   }
   draw();
 }

@@ -19,12 +19,9 @@ export async function render(root, place, { signal, run }) {
     rewards: scaleOf(answer.episodes.map((episode) => episode.reward)),
     advantages: scaleOf(answer.episodes.map((episode) => episode.advantage)),
   };
-  update(
-    root,
-    html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, true)}
+  update(root, html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, true)}
     <h2>${count(answer.episodes.length, "episode")} side by side</h2>
-    <div class="episodes" data-testid="episodes">${answer.episodes.map((episode) => card(place.run, asked, episode, scales))}</div>`,
-  );
+    <div class="episodes" data-testid="episodes">${answer.episodes.map((episode) => card(place.run, asked, episode, scales))}</div>`);
 }
 
 function head(run, answer, dataset) {
@@ -81,7 +78,5 @@ function summary({ num_tokens, num_turns, seconds, num_tool_calls, agents, versi
     num_tool_calls > 0 && count(num_tool_calls, "tool call"),
     agents.length > 1 && `${count(agents.length, "agent")}: ${names}`,
     versions && (versions[0] === versions[1] ? `version ${versions[0]}` : `versions ${versions[0]} to ${versions[1]}`),
-  ]
-    .filter(Boolean)
-    .join(" · ");
+  ].filter(Boolean).join(" · ");
 }

@@ -2,8 +2,9 @@
 
 import { get } from "../api.js";
 import { Table, badge, figure, untold } from "../components.js";
-import { NONE, count, duration, number, percent } from "../format.js";
-import { html, update } from "../html.js";
+import { tableView } from "../datatable.js";
+import { count, duration, number, percent } from "../format.js";
+import { html } from "../html.js";
 import { link } from "../router.js";
 
 export const title = "Ledger";
@@ -15,21 +16,24 @@ const MEANINGS = {
   too_long: "it does not fit into a batch",
 };
 
-export async function render(root, place, { signal, run }) {
-  async function load(now) {
-    const head = html`<div key="head" class="head"><h1 data-testid="title">Ledger</h1></div>`;
-    const why = untold(now);
-    if (why) return update(root, head, why);
-    const answer = await get("ledger", { run: place.run }, signal);
-    update(
-      root,
-      html`${head}${sums(answer)}${verdict(answer)}
-      <section key="pending"><h2>Pending groups</h2>${pendingTable(place.run, answer)}</section>
-      <section key="dropped"><h2>Dropped groups</h2>${droppedTable(answer)}</section>`,
-    );
-  }
-  await load(run);
-  return load;
+export async function render(root, place, context) {
+  let answer = null;
+  return tableView(root, place, context, {
+    table: "pending",
+    noun: "group",
+    usual: { order: "is_overdue desc, age_s desc", show: "task_id, is_overdue, state, worker, age_s, state_s, num_attempts, last_reason, group_id" },
+    labels: { task_id: "task", is_overdue: "overdue", age_s: "age", state_s: "in this state", num_attempts: "attempts", last_reason: "issued again because", group_id: "group" },
+    cells: {
+      task_id: (task) => html`<a href=${link("task", place.run, { task })} data-row data-testid="task-link">${task}</a>`,
+      is_overdue: (is) => (is ? badge("overdue", "bad", "Far longer than others take") : ""),
+      group_id: String,
+    },
+    rowClass: ({ is_overdue }) => (is_overdue ? "overdue" : null),
+    load: async () => { answer = await get("ledger", { run: place.run }, context.signal); },
+    head: () => html`<div key="head" class="head"><h1 data-testid="title">Ledger</h1></div>
+      ${sums(answer)}${verdict(answer)}<section key="dropped"><h2>Dropped groups</h2>${droppedTable(place.run, answer)}</section><h2 key="pending">Pending groups</h2>`,
+    none: (run) => untold(run) ?? nonePending(answer),
+  });
 }
 
 function sums(answer) {
@@ -47,44 +51,24 @@ function verdict(answer) {
   const overdue = answer.pending.filter((row) => row.is_overdue);
   if (!overdue.length) return null;
   const typical = answer.typical_s === null ? "" : `; others take ${duration(answer.typical_s)}`;
-  const oldest = byUrgency(overdue)[0];
-  const where = oldest.where ? ` at ${oldest.where}` : "";
+  const oldest = [...overdue].sort((a, b) => b.age_s - a.age_s)[0];
+  const where = oldest.worker ? ` at ${oldest.worker}` : "";
   return html`<p key="verdict" class="banner warn" role="status" data-testid="overdue">
     <strong>${`${count(overdue.length, "group")} ${overdue.length === 1 ? "takes" : "take"} far longer than others. `}</strong>
     ${`Task ${oldest.task_id} ${oldest.state}${where}, for ${duration(oldest.age_s)} since it was issued${typical}.`}</p>`;
 }
 
-/** Overdue ones first, then the oldest. */
-function byUrgency(rows) {
-  return [...rows].sort((a, b) => b.is_overdue - a.is_overdue || b.age_s - a.age_s);
+function nonePending(answer) {
+  const why = answer.num_issued ? "all that were issued are trained or dropped" : "groups appear here once the first is issued";
+  return html`<p class="muted" data-testid="none-pending">No group is pending: ${why}.</p>`;
 }
 
-function pendingTable(run, answer) {
-  if (!answer.pending.length) {
-    const why = answer.num_issued ? "all that were issued are trained or dropped" : "groups appear here once the first is issued";
-    return html`<p class="muted" data-testid="none-pending">No group is pending: ${why}.</p>`;
-  }
-  const hasReasons = answer.pending.some((row) => row.last_reason);
-  const columns = [
-    { label: "Task", isHead: true, cell: ({ task_id }) => html`<a href=${link("task", run, { task: task_id })} data-row data-testid="task-link">${task_id}</a>` },
-    { label: "", cell: (row) => (row.is_overdue ? badge("overdue", "bad", "Far longer than others take") : "") },
-    { label: "State", cell: (row) => row.state },
-    { label: "Where", cell: (row) => row.where || NONE },
-    { label: "Age", isNumber: true, title: "Since it was first issued", cell: (row) => duration(row.age_s) },
-    { label: "In this state", isNumber: true, cell: (row) => duration(row.state_s) },
-    { label: "Attempts", isNumber: true, cell: (row) => number(row.num_attempts) },
-    hasReasons && { label: "Issued again because", cell: (row) => row.last_reason },
-    { label: "Group", isNumber: true, title: "Id of the group", cell: (row) => row.group_id },
-  ].filter(Boolean);
-  const rowClass = (row) => (row.is_overdue ? "overdue" : null);
-  return html`<${Table} columns=${columns} rows=${byUrgency(answer.pending)} id="pending" keyOf=${(row) => row.group_id} rowClass=${rowClass} />`;
-}
-
-function droppedTable(answer) {
+function droppedTable(run, answer) {
   const rows = Object.entries(answer.dropped).sort(([, a], [, b]) => b - a);
   if (!rows.length) return html`<p class="muted" data-testid="none-dropped">No group was dropped.</p>`;
+  const which = (reason) => link("tables", run, { table: "logs", filter: `kind = group_dropped and text contains "): ${reason}"` });
   const columns = [
-    { label: "Reason", isHead: true, cell: ([reason]) => reason },
+    { label: "Reason", isHead: true, cell: ([reason]) => html`<a href=${which(reason)} data-row title="Which groups, and why">${reason}</a>` },
     { label: "Groups", isNumber: true, cell: ([, num]) => number(num) },
     { label: "Share of issued", isNumber: true, cell: ([, num]) => percent(num / Math.max(answer.num_issued, 1)) },
     { label: "It means", cell: ([reason]) => MEANINGS[reason] ?? "" },

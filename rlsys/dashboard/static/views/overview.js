@@ -3,12 +3,15 @@
 import { get, numbered } from "../api.js";
 import { Chart } from "../charts.js";
 import { chartTools, choicesOf, paramsOf, windowOf } from "../choices.js";
-import { Table, empty, figure, nameOf, status } from "../components.js";
+import { Table, empty, figure } from "../components.js";
+import { condition } from "../datatable.js";
 import { FAMILIES, NAMES, linesOf } from "../families.js";
-import { ago, duration, number, percent } from "../format.js";
+import { ago, date, duration, number, percent } from "../format.js";
 import { html, update } from "../html.js";
 import { metricList } from "../metriclist.js";
 import { go, link, note } from "../router.js";
+import { visible } from "../tokens.js";
+import { runTable } from "./runs.js";
 
 export const title = "Overview";
 
@@ -19,19 +22,20 @@ export async function render(root, { run: id, query }, { signal, run }) {
   const chosen = new Set(query.getAll("metric"));
   const newest = numbered();
   let choices = choicesOf(query);
-  let [sought, isWhole, told] = ["", false, null];
+  let [sought, isWhole, isExplained, told] = ["", false, false, null];
 
   async function refresh() {
     const isNewest = newest();
     const ask = (name, params) => get(name, { run: id, ...params }, signal);
-    const [{ series, x }, { alerts }, { bottleneck }, { metrics }] = await Promise.all([
+    const [{ series, x }, { alerts }, { bottleneck }, { metrics }, failures] = await Promise.all([
       ask("series", { name: [...NAMES, ...chosen], points: POINTS, ...windowOf(choices) }),
       ask("alerts"),
       ask("cluster", { width: 1 }),
       ask("metrics"),
+      isExplained && ask("failures"),
     ]);
     if (!isNewest()) return;
-    told = { x, alerts, bottleneck, metrics, series, ...chartsOf(series, alerts, chosen) };
+    told = { x, alerts, bottleneck, metrics, failures, series, ...chartsOf(series, alerts, chosen) };
     draw();
   }
 
@@ -41,31 +45,27 @@ export async function render(root, { run: id, query }, { signal, run }) {
     const open = alerts.filter(({ until_step }) => until_step === null);
     const [learning, ...rest] = families[0]?.family === FAMILIES[0] ? families : [{ charts: [] }, ...families];
     const one = (chart) => html`<${Chart} key=${chart.id} ...${chart} span=${span} choices=${choices} choose=${choose} pick=${pick} />`;
-    update(
-      root,
-      html`<h1 class="visually-hidden">Overview</h1>
+    update(root, html`<h1 class="visually-hidden">Overview</h1>
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
-        <dl class="hero" data-testid="figures">${heroes(run.summary, told)}</dl>
+        <h2 class="visually-hidden">Reward and evaluation</h2>
+        <dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>
         <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
-      ${openAlerts(open, id)}
-      ${run.policies.length > 0 && policyTable(run.policies)}
       ${!isThere && nothing(run)}
-      ${waiting(bottleneck, id)}
+      <div key="sides" class="sides">${openAlerts(open, id)}${told.failures && failureList(id, told.failures)}${waiting(bottleneck, id)}</div>
+      ${run.policies.length > 0 && policyTable(run.policies)}
       ${facts(run.summary, told)}
       ${isThere && chartTools(choices, choose)}
+      ${choices.zoom && choices.x === "step" && html`<p key="tasks" class="small"><a href=${tasksIn(id, choices.zoom)}>Tasks that lost most between these steps</a></p>`}
       ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
-      ${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}>
-        <h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}
+      <div key="families" class="families">${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}
+        style=${{ "--num": charts.length }}><h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}</div>
       ${metrics.length > 0 && html`<section key="all" data-testid="all-metrics"><h2 id="all-metrics">All metrics</h2>
         <div class="charts">${more.map(one)}</div>
-        ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`}`,
-    );
+        ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`}`);
   }
 
-  function noted() {
-    note(link("overview", id, { metric: [...chosen], ...paramsOf(choices) }));
-  }
+  function noted() { note(link("overview", id, { metric: [...chosen], ...paramsOf(choices) })); }
   function choose(changes) {
     choices = { ...choices, ...changes };
     noted();
@@ -77,24 +77,14 @@ export async function render(root, { run: id, query }, { signal, run }) {
     noted();
     return refresh();
   }
-  function pick(step) {
-    go(link("groups", id, { step }));
-  }
-  function seek(text) {
-    sought = text;
-    draw();
-  }
-  function unfold() {
-    isWhole = true;
-    draw();
-  }
+  function explain() { isExplained = !isExplained; return refresh(); }
+  function pick(step) { go(link("groups", id, { step })); }
+  function seek(text) { sought = text; draw(); }
+  function unfold() { isWhole = true; draw(); }
 
   await refresh();
   root.querySelector(`#${CSS.escape(`chart-metric-${query.get("metric")}`)}`)?.setAttribute("data-arrive", "");
-  return (now) => {
-    run = now;
-    return refresh();
-  };
+  return (now) => { run = now; return refresh(); };
 }
 
 /** All charts of an answer, as props: once for each answer, because a chart looks anew at lines that are others. */
@@ -106,9 +96,7 @@ function chartsOf(series, alerts, chosen) {
   const families = FAMILIES.map((family) => ({
     family,
     slug: family.heading.toLowerCase().replaceAll(" ", "-"),
-    charts: family.charts
-      .map((chart) => [chart, linesOf(chart, series)])
-      .filter(([, lines]) => lines.length)
+    charts: family.charts.map((chart) => [chart, linesOf(chart, series)]).filter(([, lines]) => lines.length)
       .map(([chart, lines]) => chartOf(chart, lines)),
   })).filter(({ charts }) => charts.length);
   const found = [...chosen].map((name) => series.find((one) => one.name === name)).filter(Boolean);
@@ -118,6 +106,11 @@ function chartsOf(series, alerts, chosen) {
 
 function lineOf({ name, unit, help, steps, xs, values }) {
   return { name, label: name.split("/").at(-1), unit, help, steps, xs: xs ?? steps, ys: values };
+}
+
+/** The tasks by what they lost in the stretch that is looked at. */
+function tasksIn(id, [from, to]) {
+  return link("tables", id, { table: "tasks", from: Math.max(Math.floor(from), 0), to: Math.ceil(to), order: "change" });
 }
 
 /** The first and last x of any of them. */
@@ -138,13 +131,15 @@ function marksOf(lines, alerts) {
 }
 
 /** Reward and evaluations, in the largest type. */
-function heroes(summary, { series }) {
+function heroes(id, summary, { series, failures }, explain) {
   const find = (name) => series.find((one) => one.name === name);
   const last = (name) => find(name)?.values.findLast((value) => value !== null) ?? null;
   const first = find("reward/mean")?.values.find((value) => value !== null);
-  const failed = (share) => (share ? html`<span class="bad-text">${percent(share)} failed</span>` : "");
+  const failed = (share) => share > 0 && html`<span class="bad-text">${percent(share)} failed</span>`;
+  const lost = failed(last("reward/failed_frac"));
   const reward = summary.reward !== null && html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
-    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${failed(last("reward/failed_frac"))}</small></dd></div>`;
+    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${lost && html`<button type="button"
+      class="why" aria-expanded=${Boolean(failures)} title="Why episodes failed" data-testid="why-failed" onclick=${explain}>${lost}</button>`}</small></dd></div>`;
   const evaluations = series.filter(({ name }) => /^eval\/.+\/mean$/.test(name));
   return [
     reward,
@@ -154,7 +149,7 @@ function heroes(summary, { series }) {
       const best = Math.max(...known);
       const at = steps[values.indexOf(best)];
       return html`<div class="figure" key=${name} data-testid=${index ? null : "figure-evaluation"} title=${`Evaluation of ${data}`}>
-        <dt>${data}, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
+        <dt><a href=${link("evaluations", id)}>${data}</a>, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
     }),
   ];
 }
@@ -175,17 +170,8 @@ function facts(summary, { series }) {
 function policyTable(policies) {
   return html`<section key="policies"><h2>Policies</h2>
     <p class="muted small">Each is a run of its own, with its steps, groups and alerts.</p>
-    <${Table} columns=${POLICIES} rows=${policies} id="policies" keyOf=${({ id }) => id} /></section>`;
+    ${runTable(policies, "policies")}</section>`;
 }
-
-const POLICIES = [
-  { label: "Policy", isHead: true, cell: ({ id }) => html`<a href=${link("overview", id)} data-row data-testid=${`policy-${nameOf(id)}`}>${nameOf(id)}</a>` },
-  { label: "Status", cell: (policy) => status(policy.status) },
-  { label: "Algorithm", cell: ({ algorithm }) => algorithm || null },
-  { label: "Step", isNumber: true, cell: ({ step }) => number(step) },
-  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", cell: ({ reward }) => number(reward) },
-  { label: "Open alerts", isNumber: true, cell: ({ num_alerts }) => number(num_alerts) },
-];
 
 /** The way from the run of one policy to the run it is part of. */
 function policyOf({ id }) {
@@ -208,6 +194,19 @@ function waiting(bottleneck, id) {
   return html`<section class="waiting" key="waiting" data-testid="bottleneck" data-who=${bottleneck.who}><h2>Who waits for whom</h2>
     <p data-testid="bottleneck-sentence">${bottleneck.sentence} <a href=${link("cluster", id)}>See the cluster</a></p>
     <dl class="shares">${Object.entries(bottleneck.shares).map(([who, share]) => html`<div key=${who}><dt>${who}</dt><dd>${meter(share)}${percent(share)}</dd></div>`)}</dl></section>`;
+}
+
+/** Why episodes of training failed, each count with the way to its episodes. */
+function failureList(id, { failures, num_failed, num_episodes }) {
+  const episodes = ({ reason, num_episodes: num }) => html`<a href=${link("tables", id, { table: "episodes", filter: condition("reason", reason) })} data-row>${number(num)}</a>`;
+  const columns = [
+    { label: "Episodes", isNumber: true, cell: episodes },
+    { label: "Why", isText: true, cell: ({ reason }) => html`<span class="said">${visible(reason)}</span>` },
+    { label: "Last", cell: ({ last_s, last_task_id }) => html`<a href=${link("task", id, { task: last_task_id })} title=${date(last_s)}>${last_task_id}</a>` },
+  ];
+  const untold = html`<p class="muted">The events do not tell why; <a href=${link("tables", id, { table: "episodes", filter: "failed" })}>the failed episodes</a> do.</p>`;
+  return html`<section key="failures" data-testid="failures"><h2>Why ${num_failed ? `${number(num_failed)} of ${number(num_episodes)} ` : ""}episodes failed</h2>
+    ${failures.length ? html`<${Table} columns=${columns} rows=${failures} id="failure-reasons" keyOf=${({ reason }) => reason} />` : untold}</section>`;
 }
 
 function openAlerts(open, id) {

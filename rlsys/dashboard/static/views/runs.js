@@ -1,90 +1,81 @@
 /** All runs of the folder, and the choice of some to compare. */
 
 import { get } from "../api.js";
-import { Table, badge, empty, filterField, sorted, status } from "../components.js";
+import { Table, badge, empty, nameOf, status } from "../components.js";
+import { tableView } from "../datatable.js";
 import { ago, date, duration, number } from "../format.js";
-import { html, update } from "../html.js";
-import { sparkline } from "../marks.js";
-import { go, link, note } from "../router.js";
+import { html } from "../html.js";
+import { scored, sparkline } from "../marks.js";
+import { go, link } from "../router.js";
 import { visible } from "../tokens.js";
 
 export const title = "Runs";
 
-export async function render(root, { query }, { signal }) {
+const MOST = 32; // that the server compares
+
+export async function render(root, place, context) {
   const chosen = new Set();
-  let sought = query.get("q") ?? "";
-  let sort = query.get("sort");
-  let answer = null;
-
-  function draw() {
-    const all = [{ label: "", cell: (run) => choice(run, chosen, toggle) }, ...COLUMNS];
-    const runs = sorted(answer.runs.filter((run) => matches(run, sought)), all, sort);
-    const none = answer.runs.length
-      ? empty("No run matches the filter.", "Clear the filter to see all.")
-      : empty("No run was found in this folder.", "Start one with `rlsys train`, or give the folder that holds them: `rlsys dashboard FOLDER`.");
-    update(
-      root,
-      html`<div class="head" key="head"><h1>Runs</h1><code class="muted" data-testid="folder">${answer.folder}</code><span class="space"></span>
-        ${filterField({ label: "Filter by name, model, status", title: "Filter runs", value: sought, seek })}
-        <a class="button" href=${link("tables", null)} data-testid="to-table" title="Configuration keys and metrics as columns, filters, groups by key with their mean and spread">Table</a>
-        <button type="button" data-testid="compare" disabled=${chosen.size < 2} onclick=${compare}>${chosen.size < 2 ? "Compare: choose two or more" : `Compare ${chosen.size} runs`}</button></div>
-      ${runs.length ? html`<${Table} columns=${all} rows=${runs} id="runs" keyOf=${(run) => run.id} sort=${sort} onSort=${sortBy} />` : none}`,
-    );
-  }
-  function noted() {
-    note(link("runs", null, { q: sought, sort }));
-    draw();
-  }
-  function toggle(id, isChosen) {
-    if (isChosen) chosen.add(id);
-    else chosen.delete(id);
-    draw();
-  }
-  function seek(text) {
-    sought = text;
-    noted();
-  }
-  function sortBy(by) {
-    sort = by;
-    noted();
-  }
-  function compare() {
-    go(link("compare", null, { run: answer.runs.filter(({ id }) => chosen.has(id)).map(({ id }) => id) }));
-  }
-  async function refresh() {
-    answer = await get("runs", {}, signal);
-    draw();
-  }
-  await refresh();
-  return refresh;
+  let [known, folder, redraw] = [new Map(), "", null];
+  const toggle = (id, isChosen) => { chosen[isChosen ? "add" : "delete"](id); redraw(); };
+  const of = ({ id }) => known.get(id) ?? { rewards: [], evaluations: [] };
+  return tableView(root, place, context, {
+    table: "runs",
+    noun: "run",
+    usual: { show: "name, status, model, algorithm, step, reward, step_s, eta_s, updated_s, num_alerts" },
+    labels: { step_s: "step time", eta_s: "left", updated_s: "written", num_alerts: "alerts" },
+    cells: {
+      name: (_, row) => named(of(row), row.id),
+      status,
+      step: (step, row) => (of(row).total_steps ? `${number(step)} / ${number(of(row).total_steps)}` : number(step)),
+      updated_s: (time) => html`<time title=${date(time)}>${ago(time)}</time>`,
+      num_alerts: (num) => (num ? badge(`${num} open`, "bad") : "0"),
+    },
+    before: [{ label: "", cell: ({ id }) => html`<label class="choose"><input type="checkbox" checked=${chosen.has(id)} data-testid=${`choose-${id}`}
+      aria-label=${`Compare ${id}`} onchange=${({ target }) => toggle(id, target.checked)} /></label>` }],
+    after: [
+      { label: "curve", title: "Reward over the steps", cell: (row) => sparkline(of(row).rewards) },
+      { label: "evaluations", title: "Last score on each data set", cell: (row) => evaluations(of(row)) },
+    ],
+    load: async () => {
+      const answer = await get("runs", {}, context.signal);
+      folder = answer.folder;
+      known = new Map(answer.runs.map((run) => [run.id, run]));
+    },
+    head: (_, answer, draw) => {
+      redraw = draw;
+      const ids = (chosen.size ? [...known.keys()].filter((id) => chosen.has(id)) : (answer?.rows.map(({ id }) => id).filter(Boolean) ?? [])).slice(0, MOST);
+      return html`<div class="head" key="head"><h1>Runs</h1><code class="muted" data-testid="folder">${folder}</code><span class="space"></span>
+        <button type="button" data-testid="compare" disabled=${ids.length < 2} title="Tick some to compare only those" onclick=${() => go(link("compare", null, { run: ids }))}>
+          ${ids.length < 2 ? "Compare: choose two or more" : chosen.size ? `Compare ${ids.length} runs` : `Compare the ${ids.length} shown`}</button></div>`;
+    },
+    none: () => empty("No run was found in this folder.", "Start one with `rlsys train`, or give the folder that holds them: `rlsys dashboard FOLDER`."),
+  });
 }
 
-function matches(run, sought) {
-  const text = [run.id, run.name, run.model, run.algorithm, run.status].join(" ").toLowerCase();
-  return sought.toLowerCase().split(/\s+/).every((word) => text.includes(word));
-}
-
-function choice({ id, name }, chosen, toggle) {
-  return html`<label class="choose"><input type="checkbox" checked=${chosen.has(id)} data-testid=${`choose-${id}`} aria-label=${`Compare ${name || id}`}
-    onchange=${({ target }) => toggle(id, target.checked)} /></label>`;
-}
-
-const COLUMNS = [
-  { label: "Run", isHead: true, value: ({ name, id }) => name || id, cell: named },
-  { label: "Status", value: (run) => run.status, cell: (run) => status(run.status) },
-  { label: "Model", value: (run) => run.model, cell: (run) => run.model || null },
-  { label: "Algorithm", value: (run) => run.algorithm, cell: (run) => run.algorithm || null },
-  { label: "Step", isNumber: true, value: (run) => run.step, cell: (run) => (run.total_steps ? `${number(run.step)} / ${number(run.total_steps)}` : number(run.step)) },
-  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", value: (run) => run.reward, cell: (run) => number(run.reward) },
-  { label: "Curve", title: "Reward over the steps", cell: (run) => sparkline(run.rewards) },
-  { label: "Step time", isNumber: true, title: "Median of the last 20 steps", value: (run) => run.step_s, cell: (run) => duration(run.step_s) },
-  { label: "Left", isNumber: true, title: "Until its last step, if it goes on like this", value: (run) => run.eta_s, cell: (run) => duration(run.eta_s) },
-  { label: "Written", isNumber: true, title: "When it last wrote anything", value: (run) => run.updated_s, cell: (run) => html`<time title=${date(run.updated_s)}>${ago(run.updated_s)}</time>` },
-  { label: "Alerts", isNumber: true, value: (run) => run.num_alerts, cell: (run) => (run.num_alerts ? badge(`${run.num_alerts} open`, "bad") : "0") },
-];
-
-function named({ id, name, last_error }) {
+function named({ name, last_error }, id) {
   return html`<a href=${link("overview", id)} data-row data-testid=${`run-${id}`}>${name || id}</a>
     ${name && name !== id && html`<div class="muted small path">${id}</div>`}
     ${last_error && html`<div class="last-error" data-testid=${`error-${id}`} title=${last_error}>${visible(last_error)}</div>`}`;
 }
+
+/** The last score on each data set, with its failed share. */
+function evaluations({ evaluations: scores }) {
+  return scores.length ? html`<ul class="reasons">${scores.map((one) => html`<li title=${`${one.dataset}, step ${one.step}`}><span class="of">${one.dataset}</span> ${scored(one)}</li>`)}</ul>` : null;
+}
+
+/** A few runs beside each other. */
+export function runTable(runs, id) {
+  return html`<${Table} columns=${COLUMNS} rows=${runs} id=${id} keyOf=${(run) => run.id} />`;
+}
+
+const COLUMNS = [
+  { label: "Run", isHead: true, cell: ({ id, name }) => html`<a href=${link("overview", id)} data-row data-testid=${`row-${nameOf(id)}`}>${name || nameOf(id)}</a>` },
+  { label: "Status", cell: (run) => status(run.status) },
+  { label: "Algorithm", cell: ({ algorithm }) => algorithm || null },
+  { label: "Model", cell: ({ model }) => model || null },
+  { label: "Step", isNumber: true, cell: ({ step }) => number(step) },
+  { label: "Reward", isNumber: true, title: "Mean of the last 20 steps", cell: ({ reward }) => number(reward) },
+  { label: "Evaluations", title: "Last score on each data set", cell: evaluations },
+  { label: "Step time", isNumber: true, cell: ({ step_s }) => duration(step_s) },
+  { label: "Open alerts", isNumber: true, cell: ({ num_alerts }) => number(num_alerts) },
+];

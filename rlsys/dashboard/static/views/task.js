@@ -2,43 +2,45 @@
 
 import { get } from "../api.js";
 import { Chart } from "../charts.js";
-import { Table, badge, empty, rollout } from "../components.js";
-import { count, number } from "../format.js";
-import { html, update } from "../html.js";
-import { scaleOf } from "../marks.js";
+import { badge, empty } from "../components.js";
+import { tableView } from "../datatable.js";
+import { count } from "../format.js";
+import { html } from "../html.js";
 import { go, link } from "../router.js";
-import { spread } from "./groups.js";
+import { groupCells } from "./groups.js";
 
 export const title = "Task";
 
 const REWARD = "Mean, lowest and highest reward of the groups of it that a step trained";
+const MOST = 1000; // groups that fit into a question
+const KIND = { trained: null, dropped: "warn", lost: "warn" };
 
-export async function render(root, place, { signal }) {
+export async function render(root, place, context) {
   const task = place.query.get("task") ?? "";
-  const pick = (step) => go(link("groups", place.run, { step }));
+  let answer = null;
+  return tableView(root, place, context, {
+    ...groupCells(() => answer.points, { state: (state, { reason }) => html`${badge(state.replace("_", " "), KIND[state])} ${reason}` }),
+    fixed: () => `group_id in (${answer.points.slice(-MOST).map(({ group_id }) => group_id).join(", ")})`,
+    usual: { show: "group_id, step, state, reason, reward, reward_min, episodes, length" },
+    load: async () => { answer = await get("task", { run: place.run, task }, context.signal); },
+    head: () => html`${head(place.run, answer)}${charts(place.run, answer)}`,
+    none: () => empty("This task was not rolled out yet.", "It appears here with its first group."),
+  });
+}
 
-  async function load() {
-    const answer = await get("task", { run: place.run, task }, signal);
-    const trained = byStep(answer.points);
-    const xs = trained.map((point) => point.step);
-    const line = (label, field, kind) => ({ label, kind, xs, ys: trained.map((point) => point[field]), colour: "--c1", dash: [] });
-    const rewards = [line("lowest", "reward_min", "band"), line("highest", "reward_max", "band"), line("mean", "reward_mean", "line")];
-    update(
-      root,
-      html`${head(place.run, answer)}
-      ${trained.length > 0 && html`<div key="charts" class="charts">
-        <${Chart} id="task-reward" title="Reward" noun="reward" help=${REWARD} lines=${rewards} pick=${pick} />
-        <${Chart} id="task-length" title="Length" unit="tokens" help="Tokens sampled in an episode, mean" lines=${[line("mean", "length_mean", "line")]} pick=${pick} /></div>`}
-      ${answer.points.length ? history(place.run, answer) : empty("This task was not rolled out yet.", "It appears here with its first group.")}`,
-    );
-  }
-  await load();
-  return load;
+function charts(run, { points }) {
+  const trained = byStep(points);
+  const line = (label, field, kind) => ({ label, kind, xs: trained.map(({ step }) => step), ys: trained.map((point) => point[field]), colour: "--c1", dash: [] });
+  const rewards = [line("lowest", "reward_min", "band"), line("highest", "reward_max", "band"), line("mean", "reward_mean", "line")];
+  const pick = (step) => go(link("groups", run, { step }));
+  return trained.length > 0 && html`<h2 key="h-charts" class="visually-hidden">Over the steps</h2><div key="charts" class="charts">
+    <${Chart} id="task-reward" title="Reward" noun="reward" help=${REWARD} lines=${rewards} pick=${pick} />
+    <${Chart} id="task-length" title="Length" unit="tokens" help="Tokens sampled in an episode, mean" lines=${[line("mean", "length_mean", "line")]} pick=${pick} /></div>`;
 }
 
 /**
- * What a chart shows of the points of a TaskAnswer: one for every step that trained the task, in their order. Of several
- * groups in one step the mean, the lowest and the highest of all their episodes.
+ * What a chart shows of the points of a TaskAnswer: one for every step that trained the task, in their order. Of several groups in one step the mean,
+ * the lowest and the highest of all their episodes.
  */
 export function byStep(points) {
   const steps = new Map();
@@ -69,30 +71,4 @@ function head(run, answer) {
   return html`<div key="head" class="head"><h1 data-testid="title">Task ${answer.task_id}</h1>
     <span class="muted">rolled out ${count(answer.points.length, "time")}: ${num.trained} trained, ${num.pending} pending, ${num.dropped} dropped</span>
     <span class="space"></span><a class="button" href=${link("tasks", run)} data-testid="to-tasks">All tasks</a></div>`;
-}
-
-function history(run, answer) {
-  const scale = scaleOf(answer.points.flatMap((point) => [point.reward_min, point.reward_max]));
-  const columns = [
-    { label: "Group", isHead: true, cell: (point) => group(run, point) },
-    { label: "Trained by step", isNumber: true, cell: (point) => number(point.step) },
-    { label: "", cell: fate },
-    { label: "Mean reward", isNumber: true, cell: (point) => number(point.reward_mean) },
-    { label: "Lowest to highest", cell: (point) => spread(point, scale) },
-    { label: "Episodes", isNumber: true, cell: (point) => number(point.num_episodes) },
-    { label: "Length (tokens)", isNumber: true, cell: (point) => number(point.length_mean) },
-  ];
-  return html`<section key="history"><h2>Every time, newest first</h2>
-    <${Table} columns=${columns} rows=${[...answer.points].reverse()} id="points" keyOf=${(point) => point.group_id} /></section>`;
-}
-
-function group(run, { group_id, step, has_rollouts }) {
-  const name = `group ${group_id}`;
-  if (!has_rollouts) return html`<span title="Its texts were not written, or it was not trained">${name}</span>`;
-  return html`<a href=${rollout(run, { step, group_id })} data-row data-testid="group-link">${name}</a>`;
-}
-
-function fate(point) {
-  if (point.fate === "trained") return "trained";
-  return point.fate === "pending" ? badge("pending") : html`${badge("dropped", "warn")}${point.reason && ` ${point.reason}`}`;
 }
