@@ -23,6 +23,7 @@ from tests.dashboards import served
 from tests.histories import small_run
 from tests.hostile import hostile_run
 from tests.planted import BEGIN_S, planted_run
+from tests.questioned import questioned_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Dialog, Error, Page, Request, ViewportSize
@@ -108,11 +109,12 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs: `small` finished, `planted` was killed and has four faults, `hostile.RUN` says all it can to break a
-    page. Tests of runs that go on write theirs beside them."""
+    """Four runs: `small` finished, `planted` was killed and has four faults, the actor of `asked` died,
+    `hostile.RUN` says all that can break a page. Tests of runs that go on write theirs beside them."""
     root = tmp_path_factory.mktemp("runs")
     small_run(root / "small")
     planted_in_thread(root / "planted")
+    questioned_run(root / "asked")
     hostile_run(root)
     return root
 
