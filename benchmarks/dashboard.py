@@ -219,13 +219,15 @@ def _pages(get: _Get, cluster: Mapping[str, float], step: int) -> Iterator[tuple
     group = get("groups", **run, step=step)["groups"][0]
     of_group = {**run, "step": step, "group_id": group["group_id"]}
     middle_s = cluster["begin_s"] + (cluster["end_s"] - cluster["begin_s"]) * 0.5
-    yield from ((name, run) for name in ("run", "log", "metrics", "alerts", "ledger", "cluster", "tasks"))
+    yield from ((name, run) for name in ("run", "metrics", "alerts", "ledger", "cluster"))
     yield "runs", {}
     yield "series", {**run, "name": CHARTS}
     yield "groups", {**run, "step": step}
     yield "group", of_group
     yield "episode", {**of_group, "episode": 3}
     yield "task", {**run, "task": group["task_id"]}
+    yield "table of tasks", {**run, "table": "tasks", "order": "reward"}
+    yield "table of logs", {**run, "table": "logs", "limit": 200}
     yield "cluster of all the run", {**run, "from": cluster["begin_s"], "to": cluster["end_s"]}
     yield "cluster of 2 minutes", {**run, "from": middle_s, "to": middle_s + 120}
     yield "compare", {"run": ["big", "big"]}

@@ -129,6 +129,14 @@ def test_the_share_of_failed_episodes_opens_why_and_which(visit: Visit, folder: 
     assert all("failed" in row for row in rows_of(page, "rows"))
 
 
+def test_a_run_whose_events_do_not_tell_why_leads_to_its_failed_episodes(visit: Visit) -> None:
+    page = visit("overview", "small")
+    see(page, "why-failed").click()
+    see(page, "failures").get_by_role("link", name="the failed episodes").click()
+    shown(page, "tables")
+    assert all("failed" in row for row in rows_of(page, "rows"))
+
+
 def test_the_overview_leaves_out_what_a_run_does_not_report(visit: Visit) -> None:
     page = visit("overview", "planted")
     for title in ("Reward", "Entropy", "Gradient alignment", "Staleness", "Where the trainer's time goes", "Speed"):

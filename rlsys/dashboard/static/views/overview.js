@@ -204,8 +204,9 @@ function failureList(id, { failures, num_failed, num_episodes }) {
     { label: "Why", isText: true, cell: ({ reason }) => html`<span class="said">${visible(reason)}</span>` },
     { label: "Last", cell: ({ last_s, last_task_id }) => html`<a href=${link("task", id, { task: last_task_id })} title=${date(last_s)}>${last_task_id}</a>` },
   ];
-  return html`<section key="failures" data-testid="failures"><h2>Why episodes failed: ${number(num_failed)} of ${number(num_episodes)}</h2>
-    <${Table} columns=${columns} rows=${failures} id="failure-reasons" keyOf=${({ reason }) => reason} /></section>`;
+  const untold = html`<p class="muted">The events do not tell why; <a href=${link("tables", id, { table: "episodes", filter: "failed" })}>the failed episodes</a> do.</p>`;
+  return html`<section key="failures" data-testid="failures"><h2>Why ${num_failed ? `${number(num_failed)} of ${number(num_episodes)} ` : ""}episodes failed</h2>
+    ${failures.length ? html`<${Table} columns=${columns} rows=${failures} id="failure-reasons" keyOf=${({ reason }) => reason} />` : untold}</section>`;
 }
 
 function openAlerts(open, id) {
