@@ -82,9 +82,8 @@ class EventHistory:
             self._take_events(chunk)
 
     def _take_events(self, chunk: Chunk) -> None:
-        lines = chunk.lines
-        others = [line for line in lines if not line.startswith(PREFIX)]
-        self.spans.note(chunk, len(lines) - len(others))
+        others = [line for line in chunk.data.split(b"\n") if line and not line.startswith(PREFIX)]
+        self.spans.note(chunk)
         if self.spans.last_s is not None:
             self.heard(self.spans.last_s)
         self._take(others, decode)

@@ -81,8 +81,9 @@ class Spans:
         """Damaged lines of the summarised blocks."""
         return sum(block.num_corrupt for block in self._blocks)
 
-    def note(self, chunk: Chunk, num_lines: int) -> None:
-        """Add a chunk of lines, of which `num_lines` are spans."""
+    def note(self, chunk: Chunk) -> None:
+        """Add a chunk of lines of all kinds."""
+        num_lines = chunk.data.startswith(PREFIX) + chunk.data.count(b"\n" + PREFIX)
         if not num_lines:
             return
         told = _TIME.search(chunk.data, chunk.data.rfind(PREFIX))

@@ -325,12 +325,13 @@ class Alarms:
         """
         given = {name: rule.threshold for name, rule in RULES.items()} | dict(thresholds or {})
         self._thresholds = {name: value for name in RULES if (value := given[name]) is not None}
-        self._gauges = {n: make() for n in self._thresholds if (make := RULES[n].gauge) is not None}
-        self._hearing: dict[type[Event], list[str]] = {}
-        """Rules whose signals hear an event."""
-        for name, gauge in self._gauges.items():
-            for kind in gauge.hears:
-                self._hearing.setdefault(kind, []).append(name)
+        self._hearing: dict[type[Event], list[tuple[str, AlertSignal]]] = {}
+        """Rules, with their signals, that hear an event."""
+        for name in self._thresholds:
+            if make := RULES[name].gauge:
+                gauge = make()
+                for kind in gauge.hears:
+                    self._hearing.setdefault(kind, []).append((name, gauge))
         self._open: dict[str, Alert] = {}
         self._closed: list[Alert] = []
         self._step = 0
@@ -387,8 +388,11 @@ class Alarms:
                 late = self.silent(time_s)
         if isinstance(event, StepDone):
             self._moved(event.step, time_s)
-        gauged = (self._gauged(name, event, time_s) for name in self._hearing.get(type(event), ()))
-        raised = [alert for alert in (late, *gauged) if alert is not None]
+        raised = [] if late is None else [late]
+        for name, gauge in self._hearing.get(type(event), ()):
+            reading = gauge.observe(event, time_s)
+            if reading is not None and (alert := self._judged(name, reading, time_s)):
+                raised.append(alert)
         for alert in raised:
             self._open.setdefault(alert.alert, alert)
         if isinstance(event, StepDone):
@@ -434,32 +438,28 @@ class Alarms:
             return self._first_s, f"the first took {self._first_s:.3g} s"
         return unknown_s, "it is the first since the run began"
 
-    def _gauged(self, name: str, event: Event, time_s: float) -> Alert | None:
-        """Show an event to the signal of a rule; close its alert, or return a new one."""
-        indication = self._gauges[name].observe(event, time_s)
-        if indication is None:
-            return None
-        threshold, is_low = self._thresholds[name], RULES[name].is_low
+    def _judged(self, name: str, reading: SignalReading, time_s: float) -> Alert | None:
+        """Compare a reading with the threshold of its rule; close its alert, or return a new one."""
+        threshold, is_low, value = self._thresholds[name], RULES[name].is_low, reading.value
         if name in self._open:
-            is_well = indication.value >= threshold / MARGIN if is_low else indication.value <= threshold * MARGIN
-            if is_well:
+            if value >= threshold / MARGIN if is_low else value <= threshold * MARGIN:
                 self._close(name, self._step)
             return None
-        is_wrong = indication.value < threshold if is_low else indication.value > threshold
-        return self._alert(name, indication, time_s) if is_wrong else None
+        is_wrong = value < threshold if is_low else value > threshold
+        return self._alert(name, reading, time_s) if is_wrong else None
 
-    def _alert(self, name: str, indication: SignalReading, time_s: float) -> Alert:
+    def _alert(self, name: str, reading: SignalReading, time_s: float) -> Alert:
         rule = RULES[name]
         return Alert(
             alert=name,
             step=self._step,
             until_step=None,
             time_s=time_s,
-            value=indication.value,
+            value=reading.value,
             threshold=self._thresholds[name],
             unit=rule.unit,
-            metric=indication.metric,
-            sentence=f"{_begun(indication.words)}. {rule.remedy}",
+            metric=reading.metric,
+            sentence=f"{_begun(reading.words)}. {rule.remedy}",
         )
 
     def _close(self, name: str, step: int) -> None:

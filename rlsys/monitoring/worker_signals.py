@@ -188,8 +188,8 @@ class Stuck:
         if not self._pending:
             return SignalReading(0.0, "", "")
         group_id, (since_s, task_id, where) = next(iter(self._pending.items()))
-        age_s, slowest_s = time_s - since_s, max(self._took_s)
-        if age_s < _LEAST_STUCK_S or slowest_s <= 0:
+        age_s = time_s - since_s
+        if age_s < _LEAST_STUCK_S or (slowest_s := max(self._took_s)) <= 0:
             return SignalReading(0.0, "", "")
         words = (
             f"group {group_id} of task `{task_id}` has waited {age_s:.0f} s for {where}; the slowest of the last "
