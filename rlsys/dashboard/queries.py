@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlsys.dashboard.cluster_view import cluster, window
 from rlsys.dashboard.configs import differences
@@ -48,7 +48,7 @@ from rlsys.dashboard.responses import (
     TasksAnswer,
     WorkerLogsAnswer,
 )
-from rlsys.dashboard.rollout_listing import neighbours
+from rlsys.dashboard.rollout_listing import ScoredGroup, neighbours
 from rlsys.dashboard.run_preview import Glimpses
 from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
 from rlsys.dashboard.worker_logs import logs_answer
@@ -117,6 +117,11 @@ class Readings:
                 policies=self._policies(opened.folder),
             )
 
+    def config_values(self, run: str) -> Mapping[str, Any]:
+        """Keys of the configuration, such as `train.lr`, with their values."""
+        with self._open(run) as opened:
+            return opened.config.values
+
     def log(self, run: str, before: int | None = None, limit: int = 200) -> LogAnswer:
         """Log in words, newest first."""
         with self._open(run) as opened:
@@ -157,6 +162,11 @@ class Readings:
         """Groups trained by a step."""
         with self._open(run) as opened:
             return opened.lists.step(step, page, show, q)
+
+    def scored_groups(self, run: str) -> list[ScoredGroup]:
+        """Groups with a reward, of all steps whose rollouts were written."""
+        with self._open(run) as opened:
+            return list(opened.lists.scored())
 
     def evaluations(self, run: str) -> EvaluationsAnswer:
         """Every evaluation."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from rlsys.dashboard.episodes import Neighbours, num_tokens, rewards_of
 from rlsys.dashboard.groups import PENDING, GroupFacts, Groups, RewardRange
@@ -27,6 +27,16 @@ _SHOWN: Mapping[str, Callable[[GroupRow], bool]] = {
     "failed": lambda row: row.num_failed > 0,
     "truncated": lambda row: bool(row.num_truncated),
 }
+
+
+class ScoredGroup(NamedTuple):
+    """Group with a reward."""
+
+    step: int
+    group_id: int
+    task_id: str
+    reward: float
+    """Mean of its episodes."""
 
 
 @dataclass
@@ -82,6 +92,13 @@ class Lists:
             self._tasks = sorted(self.groups.by_task, key=natural)
         found = [task_id for task_id in self._tasks if q.lower() in task_id.lower()] if q else self._tasks
         return TasksAnswer([self._task_row(task_id) for task_id in _page(found, page)], len(found), page)
+
+    def scored(self) -> Iterator[ScoredGroup]:
+        """Groups with a reward, of all steps whose rollouts were written."""
+        for step in self.rollouts.steps():
+            for row in self._rows(step):
+                if row.reward_mean is not None:
+                    yield ScoredGroup(step, row.group_id, row.task_id, row.reward_mean)
 
     def _group_ids(self, step: int) -> Sequence[int]:
         """Group ids in the order of the batch."""
