@@ -297,12 +297,14 @@ def report(
 ) -> None:
     """Write a run as one HTML file.
 
-    It contains charts, alerts, workers and episodes of the last step, without scripts or external resources.
+    It contains scores, alerts, workers, charts, and the best and worst groups, without scripts or external resources.
+    It prints on six pages of A4 at most, or as many for each policy.
     """
+    from rlsys.config.changed_keys import changed_keys
     from rlsys.dashboard.html_report import report_of
     from rlsys.dashboard.queries import Readings
 
-    text = report_of(Readings(run))
+    text = report_of(Readings(run), changed_keys)
     _write(output, text)
 
 

@@ -46,6 +46,21 @@ def _text(text: str) -> str:
     return escape(text.translate(_HIDDEN))
 
 
+def cut(text: str, most: int, lines: int | None = None) -> str:
+    """Cut the middle out of a text of more than `most` characters, as they are shown.
+
+    With `lines`, it keeps at most these, and says how many characters it left out.
+    """
+    shown = text.translate(_HIDDEN)
+    begin, end = shown[: most // 2], shown[-(most - most // 2) :]
+    if lines is not None and shown.count("\n") >= lines:
+        begin = "\n".join(begin.split("\n")[: lines // 2])
+        end = "\n".join(end.split("\n")[-(lines - lines // 2) :])
+    num = len(shown) - len(begin) - len(end)
+    gap = "…" if lines is None else f" … {num:,} characters … "
+    return f"{begin}{gap}{end}" if num > 0 else shown
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
     """Build a table that scrolls in a box if it is too wide; only long cells are wrapped."""
     header = h("tr", *(h("th", name, scope="col") for name in head))

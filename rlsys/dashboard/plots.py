@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from rlsys.dashboard.markup import Html, h, joined
+from rlsys.dashboard.markup import Html, cut, h, joined
 from rlsys.dashboard.responses import Series
 
-_WIDTH, _HEIGHT = 440, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 22, 40
+_WIDTH, _HEIGHT = 440, 160
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 22, 34
 _NUM_KINDS = 6
-"""Number of distinct line styles in the style sheet."""
+"""Number of distinct line styles in the style sheet, and most lines of a chart."""
+_NAME = 36
+"""Most characters of a name."""
 _MARKED = 40
 """Most points of a line that is drawn with markers."""
 
@@ -42,9 +44,10 @@ def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | 
 
     All series have the same unit. `band`: least and greatest values, drawn as an area in the background.
     """
-    shown = [one for one in series if any(True for _ in _points(one))]
-    if not shown:
+    told = [one for one in series if any(True for _ in _points(one))]
+    if not told:
         return Html()
+    shown = told[:_NUM_KINDS]
     values = [value for one in [*shown, *(band or ())] for _, value in _points(one)]
     steps = [step for one in shown for step, _ in _points(one)]
     across = _Scale(*_apart(min(steps), max(steps)), _LEFT, _WIDTH - _RIGHT)
@@ -58,7 +61,9 @@ def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | 
         role="img",
         aria_label=f"{title}: " + "; ".join(_told(one) for one in shown),
     )
-    legend = h("ul", *(h("li", _swatch(i), h("span", _told(one))) for i, one in enumerate(shown)))
+    more = f"{len(told) - len(shown)} more lines are not shown" if len(told) > len(shown) else None
+    lines = (h("li", _swatch(i), h("span", _told(one))) for i, one in enumerate(shown))
+    legend = h("ul", *lines, h("li", more) if more else None)
     caption = h("figcaption", h("h3", title), h("p", note, class_="muted") if note else None)
     return h("figure", caption, drawn, legend)
 
@@ -120,12 +125,12 @@ def _axes(across: _Scale, up: _Scale, unit: str) -> Iterator[Html]:
 
 def _line(one: Series, i: int, across: _Scale, up: _Scale) -> Iterator[Html]:
     runs = _runs(one)
-    look = f"line k{i % _NUM_KINDS}"
+    look = f"line k{i}"
     yield h("path", d="".join(_path(run, across, up) for run in runs), class_=look)
     if sum(map(len, runs)) <= _MARKED:
         for run in runs:
             for step, value in run:
-                yield h("circle", cx=across.at(step), cy=up.at(value), r=2, class_=f"dot k{i % _NUM_KINDS}")
+                yield h("circle", cx=across.at(step), cy=up.at(value), r=2, class_=f"dot k{i}")
 
 
 def _path(run: list[tuple[int, float]], across: _Scale, up: _Scale) -> str:
@@ -141,11 +146,11 @@ def _area(band: tuple[Series, Series], across: _Scale, up: _Scale) -> Html:
 def _told(one: Series) -> str:
     values = [value for _, value in _points(one)]
     within = f" ({short(min(values))} to {short(max(values))})" if len(values) > 2 else ""
-    return f"{one.name} {short(values[0])} → {short(values[-1])}{within}"
+    return f"{cut(one.name, _NAME)} {short(values[0])} → {short(values[-1])}{within}"
 
 
 def _swatch(i: int) -> Html:
-    line = h("path", d="M0 5H24", class_=f"line k{i % _NUM_KINDS}")
+    line = h("path", d="M0 5H24", class_=f"line k{i}")
     return h("svg", joined(line), viewBox="0 0 24 10", class_="swatch", aria_hidden="true")
 
 

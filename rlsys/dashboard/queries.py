@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlsys.dashboard.cluster_view import cluster, window
 from rlsys.dashboard.configs import differences
@@ -44,7 +44,7 @@ from rlsys.dashboard.responses import (
     SeriesAnswer,
     TaskAnswer,
 )
-from rlsys.dashboard.rollout_listing import neighbours
+from rlsys.dashboard.rollout_listing import ScoredGroup, neighbours
 from rlsys.dashboard.run_preview import Glimpses
 from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
 from rlsys.monitoring.alerts import RULES
@@ -112,6 +112,11 @@ class Readings:
                 policies=self._policies(opened.folder),
             )
 
+    def config_values(self, run: str) -> Mapping[str, Any]:
+        """Keys of the configuration, such as `train.lr`, with their values."""
+        with self._open(run) as opened:
+            return opened.config.values
+
     def series(
         self,
         run: str,
@@ -144,6 +149,11 @@ class Readings:
         """Groups trained by a step."""
         with self._open(run) as opened:
             return opened.lists.step(step)
+
+    def scored_groups(self, run: str) -> list[ScoredGroup]:
+        """Groups with a reward, of all steps whose rollouts were written."""
+        with self._open(run) as opened:
+            return list(opened.lists.scored())
 
     def evaluations(self, run: str) -> EvaluationsAnswer:
         """Every evaluation."""

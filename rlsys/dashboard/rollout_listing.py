@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlsys.dashboard.episodes import Neighbours, num_tokens, rewards_of
 from rlsys.dashboard.groups import PENDING, GroupFacts, Groups, RewardRange
@@ -15,6 +15,16 @@ from rlsys.dashboard.responses import GroupRow, GroupsAnswer, TaskAnswer, TaskPo
 from rlsys.dashboard.rollout_files import RolloutFiles
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import OutcomeKind
+
+
+class ScoredGroup(NamedTuple):
+    """Group with a reward."""
+
+    step: int
+    group_id: int
+    task_id: str
+    reward: float
+    """Mean of its episodes."""
 
 
 @dataclass
@@ -58,6 +68,13 @@ class Lists:
             )
         written = set(self.rollouts.steps())
         return TaskAnswer(task_id, [_point(facts, facts.step in written) for facts in found])
+
+    def scored(self) -> Iterator[ScoredGroup]:
+        """Groups with a reward, of all steps whose rollouts were written."""
+        for step in self.rollouts.steps():
+            for row in self._rows(step):
+                if row.reward_mean is not None:
+                    yield ScoredGroup(step, row.group_id, row.task_id, row.reward_mean)
 
     def _group_ids(self, step: int) -> Sequence[int]:
         """Group ids in the order of the batch."""

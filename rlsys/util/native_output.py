@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from rlsys.errors import Interrupted
 
 STDERR = 2
 
@@ -15,7 +18,8 @@ STDERR = 2
 def native_output_in(log: Path) -> Iterator[None]:
     """Append what native code writes to stderr in this block to `log`, while `sys.stderr` stays where it is.
 
-    A log that cannot be opened is passed over: then native code writes where it did.
+    The log also gets the traceback of an exception that ends the block, unless a user has stopped it. A log that cannot
+    be opened is passed over: then native code writes where it did.
     """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +37,12 @@ def native_output_in(log: Path) -> Iterator[None]:
         os.close(descriptor)
         try:
             yield
+        except Interrupted:
+            raise
+        except Exception:
+            with suppress(OSError), os.fdopen(os.dup(STDERR), "w", errors="backslashreplace") as written:
+                traceback.print_exc(file=written)
+            raise
         finally:
             os.dup2(terminal, STDERR)
             if sys.stderr is kept:

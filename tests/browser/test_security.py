@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rlsys.config.changed_keys import changed_keys
 from rlsys.dashboard.html_report import report_of
 from rlsys.dashboard.queries import Readings
 from tests.browser.conftest import NARROW, Complaints, address_of, shown
@@ -112,7 +113,7 @@ def test_even_if_it_became_markup_it_could_do_nothing(visit: Visit, complaints: 
 
 def test_the_report_shows_hostile_text_as_text(chromium: Browser, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    path.write_text(report_of(Readings(folder / RUN)))
+    path.write_text(report_of(Readings(folder / RUN), changed_keys))
     context = chromium.new_context(viewport=NARROW)
     complaints = Complaints()
     page = context.new_page()

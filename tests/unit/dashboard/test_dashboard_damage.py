@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from rlsys.cli import export, replay
+from rlsys.config.changed_keys import changed_keys
 from rlsys.dashboard.html_report import report_of
 from rlsys.dashboard.http_server import Answer
 from rlsys.dashboard.queries import Readings
@@ -101,7 +102,7 @@ def read_damaged(whole: Path, folder: Path, random: Random) -> None:
     readings = Readings(run.parent)
     assert all(Answer(answer).body for answer in answers(readings))
     with suppress(RlsysError):
-        report_of(Readings(run))
+        report_of(Readings(run), changed_keys)
     with suppress(RlsysError):
         tail(run, io.StringIO(), once=True)
     with suppress(RlsysError):

@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from rlsys.config.changed_keys import changed_keys
 from rlsys.dashboard.html_report import report_of
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.markup import h, joined, table
@@ -60,7 +61,7 @@ class Page(HTMLParser):
 
 
 def report(run: Path) -> Page:
-    return Page(report_of(Readings(run)))
+    return Page(report_of(Readings(run), changed_keys))
 
 
 @pytest.fixture(scope="module")
@@ -71,28 +72,41 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def test_it_tells_of_everything_a_reader_asks_for(small: Page) -> None:
     assert small.texts["h1"] == ["small"]
     assert small.texts["h2"] == [
-        "Alerts", "Charts", "Evaluations", "Workers", "Groups", "Episodes of step 30", "Configuration",
+        "Learning", "Alerts", "Who waited", "Metrics", "Best and worst groups",
+        "Configuration, where it differs from the defaults",
     ]  # fmt: skip
     for told in (
         "finished after step 30 of 30",
-        "Bottleneck: ",
+        "training, mean of 20 steps",
+        "Over: worker failed in steps 10 to 20.",
+        "The trainer waits for groups",
         "rollout-2.1",
         "3 pending at the end",
-        "group_size: 4",
+        "algorithm.group_size4 (default: 8)",
     ):
         assert told in small.text
 
 
-def test_best_and_worst_and_equal_reward_groups_show_their_text(small: Page) -> None:
-    titles = [title.partition(":")[0] for title in small.texts["h3"] if " group " in title]
-    assert titles == ["Best group", "Worst group", "A group of equal rewards, which cannot teach by comparison"]
+def test_best_and_worst_groups_of_the_run_show_their_text(small: Page) -> None:
+    titles = [title for title in small.texts["h3"] if " group: " in title]
+    assert [title.partition(":")[0] for title in titles] == ["Best group"] * 2 + ["Worst group"] * 2
+    assert len({title.partition("task ")[2].partition(",")[0] for title in titles}) == 4
     assert any("plus zero?" in text for text in small.texts["pre"])
-    assert sum(title.startswith("Episode ") for title in small.texts["h4"]) == 12
+    rewards = [text for text in small.texts["p"] if text.startswith("Rewards: ")]
+    assert "Rewards: 1, 1, 1, 1; " in rewards[0]
+    assert "Rewards: 0, 0, 0, 0; " in rewards[-1]
+    assert sum(title.startswith("Episode ") for title in small.texts["h4"]) == 16
+
+
+def test_every_score_has_its_failed_share(small: Page) -> None:
+    scores = [row for row in small.texts["tr"] if row.startswith(("training", "held_out"))]
+    assert len(scores) == 2
+    assert all(row.count("failed ") == 3 for row in scores)
 
 
 def test_evaluations_are_a_table_with_the_mean_first(small: Page) -> None:
     head = next(row for row in small.texts["tr"] if row.startswith("step"))
-    assert head.startswith("stepmeanmean ci95pass@1")
+    assert head.startswith("stepmeanmean ci95pass@1num tasks")
 
 
 def test_every_chart_has_units_on_both_axes_and_a_label(small: Page) -> None:
@@ -165,7 +179,9 @@ def test_a_damaged_group_costs_the_report_no_more_than_itself(tmp_path: Path) ->
     run = small_run(tmp_path / "run")
     rollouts = run / "rollouts" / "step_000030.parquet"
     damage(rollouts, *range(len(read_rollouts(rollouts))))
-    assert "Configuration" in report(run).texts["h2"]
+    page = report(run)
+    assert "Best and worst groups" in page.texts["h2"]
+    assert sum(" group: " in title for title in page.texts["h3"]) == 4
 
 
 def test_a_run_that_failed_before_starting_has_a_report(tmp_path: Path) -> None:
@@ -185,7 +201,7 @@ def test_the_policies_of_a_run_are_parts_of_its_report(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(NoSuch, match="is no run directory"):
-        report_of(Readings(tmp_path))
+        report_of(Readings(tmp_path), changed_keys)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

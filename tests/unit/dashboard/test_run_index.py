@@ -21,6 +21,7 @@ from rlsys.dashboard.responses import TableAnswer
 from rlsys.dashboard.run_index import IndexProblem, RunIndex
 from rlsys.dashboard.table_queries import Tables
 from rlsys.monitoring.events import GroupScored, RunStarted, StepDone
+from rlsys.util.native_output import native_output_in
 from tests.histories import BEGIN_S, History, Shape, small_run
 from tests.rollouts import damage, rollouts, write_lines
 from tests.rollouts import lines_of as groups_in
@@ -114,6 +115,14 @@ def test_tasks_that_got_worse_between_two_steps_come_first(tmp_path: Path) -> No
     assert [row["groups"] for row in rows] == [4, 4, 4]
     assert column(tmp_path / "run", "tasks where change < 0") == ["worse"]
     assert column(tmp_path / "run", "tasks between 4 and 4") == []
+
+
+def test_a_crash_of_the_driver_is_among_the_logs(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="bad step"), native_output_in(run / "logs" / "driver.log"):
+        raise ValueError("bad step")
+    texts = column(run, 'logs where worker = driver and text contains "bad step" show text')
+    assert "ValueError: bad step" in texts
 
 
 def test_the_log_has_events_and_lines_of_log_files(tmp_path: Path) -> None:

@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from rlsys.errors import Interrupted
+from rlsys.util.native_output import native_output_in
+
 WRITES = """
 import os, sys
 from pathlib import Path
@@ -28,6 +33,17 @@ def test_native_output_goes_to_the_log(tmp_path: Path):
     log = tmp_path / "logs" / "driver.log"
     assert stderr_with(log) == "python inside\nnative after\npython after\n"
     assert log.read_text() == "native inside\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_written"), [(RuntimeError("no more memory"), True), (Interrupted("stop", 2), False)]
+)
+def test_a_crash_leaves_its_traceback_in_the_log(tmp_path: Path, error: Exception, is_written: bool):
+    log = tmp_path / "logs" / "driver.log"
+    with pytest.raises(type(error)), native_output_in(log):
+        raise error
+    assert ("Traceback (most recent call last)" in log.read_text()) is is_written
+    assert ("RuntimeError: no more memory" in log.read_text()) is is_written
 
 
 def test_a_log_that_cannot_be_opened_is_passed_over(tmp_path: Path):
