@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from math import isinf
-from statistics import stdev
+from math import isinf, sqrt
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import regex
@@ -330,17 +329,20 @@ def _preview(text: str, needles: Sequence[str], letters: int) -> str:
 
 
 class _Spread:
-    """Sample standard deviation, as an aggregate of SQLite."""
+    """Sample standard deviation by Welford's method, as an aggregate of SQLite."""
 
     def __init__(self) -> None:
-        self._values: list[float] = []
+        self._num, self._mean, self._squares = 0, 0.0, 0.0
 
     def step(self, value: float | None) -> None:
         if value is not None:
-            self._values.append(value)
+            self._num += 1
+            before = value - self._mean
+            self._mean += before / self._num
+            self._squares += before * (value - self._mean)
 
     def finalize(self) -> float | None:
-        return stdev(self._values) if len(self._values) > 1 else None
+        return sqrt(self._squares / (self._num - 1)) if self._num > 1 else None
 
 
 @lru_cache(maxsize=32)

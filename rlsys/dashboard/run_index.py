@@ -34,6 +34,9 @@ NAME = "index.sqlite"
 _LOCKED_S = 5.0
 """Seconds to wait for another process that writes the index."""
 
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""Errors after which the index is deleted."""
+
 _LEAST_FREE = 2**28
 """Bytes of the disk below which the index does not grow."""
 
@@ -97,9 +100,10 @@ class RunIndex:
         try:
             with closing(_opened(self.path)) as connection:
                 yield connection
-        except sqlite3.OperationalError as error:
-            raise IndexProblem(f"the index {self.path} cannot be used now: {error}") from error
         except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", 0)  # errors of Python's module have none
+            if code & 0xFF not in _DAMAGED:
+                raise IndexProblem(f"the index {self.path} cannot be used now: {error}") from error
             self._delete()
             raise IndexProblem(f"the index {self.path} was damaged, and is being rebuilt: ask again") from error
         except OSError as error:

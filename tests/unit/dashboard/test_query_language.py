@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -163,6 +164,20 @@ def test_groups_have_a_count_a_mean_and_a_spread(connection: sqlite3.Connection)
     assert page.rows[1]["reward_std"] is None  # of one value
     (row,) = answer(connection, TABLE, parse_query("people where new group by name limit 1 offset 1"), None).rows
     assert row["name"] == "dan"
+
+
+def test_the_spread_of_many_values_takes_no_memory_of_each(connection: sqlite3.Connection) -> None:
+    connection.execute("CREATE TABLE many AS SELECT 1e9 + value AS reward FROM json_each(?)", (str([*range(100_000)]),))
+    columns = {"reward": QueryColumn("float", "A number.", "reward"), "one": QueryColumn("int", "One.", "1")}
+    table = QueryTable(name="many", help="", source="many", key="rowid", columns=columns, shown=("reward",))
+    query = TableQuery(table="many", group_by=("one",))
+    tracemalloc.start()
+    try:
+        (row,) = answer(connection, table, query, None).rows
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert row["reward_std"] == pytest.approx((100_000 * 100_001 / 12) ** 0.5)
 
 
 def test_a_long_text_is_cut_around_what_was_looked_for(connection: sqlite3.Connection) -> None:

@@ -240,6 +240,18 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, content: bytes) -> None:
     assert index.answer(parse_query("episodes"), None).num_rows == 708
 
 
+def test_an_index_with_an_error_other_than_damage_is_kept(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    index = RunIndex(RunFolder(tmp_path, "run"))
+    index.tables()
+    with sqlite3.connect(index.path) as connection:
+        connection.execute("CREATE TRIGGER refusal BEFORE INSERT ON files BEGIN SELECT RAISE(ABORT, 'not now'); END")
+    connection.close()
+    with pytest.raises(IndexProblem, match="cannot be used now: not now"):
+        index.update(10.0)
+    assert (run / "index.sqlite").exists()
+
+
 def test_an_index_of_another_version_is_built_again(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     index_of(run)
