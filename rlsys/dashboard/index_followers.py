@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 
 from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.run_index import IndexProblem, RunIndex
@@ -13,6 +14,8 @@ _KEPT_S = 600.0
 _POLL_S = 2.0
 _PART_S = 0.5
 """Seconds of updating one index before the next."""
+_MOST_KEPT = 64
+"""Most indexes, least recently asked for evicted first."""
 _AT_ONCE_S = 0.1
 """Most seconds of updating before an answer."""
 
@@ -25,16 +28,17 @@ class IndexFollowers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._indexes: dict[str, RunIndex] = {}
-        self._until_s: dict[str, float] = {}
-        """End of the time in which an index is updated, by run."""
+        self._indexes: OrderedDict[str, tuple[RunIndex, float]] = OrderedDict()
+        """Index of a run, and the end of the time in which it is updated; least recently asked for first."""
         self._is_asked = threading.Event()
 
     def want(self, folder: RunFolder, seconds: float = _KEPT_S) -> RunIndex:
         """Return the index of a run, which is updated in the background for so many seconds from now on."""
         with self._lock:
-            self._until_s[folder.id] = time.monotonic() + seconds
-            index = self._indexes.setdefault(folder.id, RunIndex(folder))
+            index, _ = self._indexes.pop(folder.id, None) or (RunIndex(folder), 0.0)
+            self._indexes[folder.id] = index, time.monotonic() + seconds
+            while len(self._indexes) > _MOST_KEPT:
+                self._indexes.popitem(last=False)
         self._is_asked.set()
         return index
 
@@ -66,7 +70,7 @@ class IndexFollowers:
     def _wanted(self) -> list[RunIndex]:
         now_s = time.monotonic()
         with self._lock:
-            return [self._indexes[run] for run, until_s in self._until_s.items() if until_s > now_s]
+            return [index for index, until_s in self._indexes.values() if until_s > now_s]
 
     def _is_current(self, index: RunIndex) -> bool:
         try:

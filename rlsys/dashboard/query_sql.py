@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from math import isinf
-from statistics import stdev
+from math import isinf, sqrt
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import regex
@@ -39,6 +38,8 @@ Kind: TypeAlias = Literal["int", "float", "text", "bool", "time"]
 _Sql: TypeAlias = tuple[str, tuple[Value, ...]]
 """SQL and its parameters."""
 
+MOST_S = 5.0
+"""Most seconds of a query."""
 _MOST_TRIGRAMS = 30
 """Most trigrams of a text to look up."""
 _BEFORE = 40
@@ -94,7 +95,7 @@ class QueryPage:
 
 
 def answer(
-    connection: sqlite3.Connection, table: QueryTable, query: TableQuery, letters: int | None, seconds: float = 5.0
+    connection: sqlite3.Connection, table: QueryTable, query: TableQuery, letters: int | None, seconds: float = MOST_S
 ) -> QueryPage:
     """Answer a query. Texts longer than `letters` are cut around what was looked for; None: not cut.
 
@@ -102,7 +103,7 @@ def answer(
     after `seconds`.
     """
     compiler = _Compiler(table, query)
-    with _limited(connection, seconds) as run:
+    with limited(connection, seconds) as run:
         page = compiler.grouped(run) if query.group_by else compiler.plain(run)
     needles = needles_of(query)
     return QueryPage(page.columns, [_shortened(row, needles, letters) for row in page.rows], page.num_rows)
@@ -330,17 +331,20 @@ def _preview(text: str, needles: Sequence[str], letters: int) -> str:
 
 
 class _Spread:
-    """Sample standard deviation, as an aggregate of SQLite."""
+    """Sample standard deviation by Welford's method, as an aggregate of SQLite."""
 
     def __init__(self) -> None:
-        self._values: list[float] = []
+        self._num, self._mean, self._squares = 0, 0.0, 0.0
 
     def step(self, value: float | None) -> None:
         if value is not None:
-            self._values.append(value)
+            self._num += 1
+            before = value - self._mean
+            self._mean += before / self._num
+            self._squares += before * (value - self._mean)
 
     def finalize(self) -> float | None:
-        return stdev(self._values) if len(self._values) > 1 else None
+        return sqrt(self._squares / (self._num - 1)) if self._num > 1 else None
 
 
 @lru_cache(maxsize=32)
@@ -357,8 +361,8 @@ def _checked(pattern: str) -> str:
 
 
 @contextmanager
-def _limited(connection: sqlite3.Connection, seconds: float) -> Iterator[Callable[..., list[tuple]]]:
-    """Function that runs a statement, within `seconds` for all."""
+def limited(connection: sqlite3.Connection, seconds: float = MOST_S) -> Iterator[Callable[..., list[tuple]]]:
+    """Function that runs a statement, within `seconds` for all of the block. Raises `BadQuery` after that."""
     end_s, is_late = time.monotonic() + seconds, False
 
     def matches(pattern: str, text: str | None) -> bool:

@@ -27,13 +27,17 @@ from rlsys.dashboard.index_schema import INDEXED, STORED, VERSION, WORDS
 from rlsys.dashboard.index_writer import IndexWriter, transaction
 from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.query_language import TableQuery
-from rlsys.dashboard.query_sql import QueryPage, QueryTable, answer
+from rlsys.dashboard.query_sql import QueryPage, QueryTable, answer, limited
 from rlsys.errors import RlsysError
 
 NAME = "index.sqlite"
 _LOCKED_S = 5.0
 """Seconds to wait for another process that writes the index."""
 
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""Errors after which the index is deleted."""
+
+_NO_STEPS = (-1, -1)
 _LEAST_FREE = 2**28
 """Bytes of the disk below which the index does not grow."""
 
@@ -86,12 +90,14 @@ class RunIndex:
     def answer(self, query: TableQuery, letters: int | None) -> QueryPage:
         """Answer a query as of the last update; see `rlsys.dashboard.query_sql.answer`. Raises `IndexProblem`."""
         with self._connected() as connection:
-            return answer(connection, INDEXED[query.table](connection, query.between), query, letters)
+            with limited(connection):
+                table = INDEXED[query.table](connection, query.between)
+            return answer(connection, table, query, letters)
 
     def tables(self) -> list[QueryTable]:
-        """Every table with its columns as of the last update. Raises `IndexProblem`."""
-        with self._connected() as connection:
-            return [make(connection, None) for make in INDEXED.values()]
+        """Every table with its columns, but no rows, as of the last update. Raises `IndexProblem`."""
+        with self._connected() as connection, limited(connection):
+            return [make(connection, _NO_STEPS) for make in INDEXED.values()]
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
@@ -99,9 +105,10 @@ class RunIndex:
         try:
             with closing(_opened(self.path)) as connection:
                 yield connection
-        except sqlite3.OperationalError as error:
-            raise IndexProblem(f"the index {self.path} cannot be used now: {error}") from error
         except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", 0)  # errors of Python's module have none
+            if code & 0xFF not in _DAMAGED:
+                raise IndexProblem(f"the index {self.path} cannot be used now: {error}") from error
             self._delete()
             raise IndexProblem(f"the index {self.path} was damaged, and is being rebuilt: ask again") from error
         except OSError as error:

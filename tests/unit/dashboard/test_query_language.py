@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,7 @@ from rlsys.dashboard.query_language import (
     parse_order,
     parse_query,
 )
-from rlsys.dashboard.query_sql import QueryColumn, QueryTable, answer
+from rlsys.dashboard.query_sql import QueryColumn, QueryTable, answer, limited
 
 ROWS = [
     ("ann", 1, 0.5, "short", 1),
@@ -165,6 +166,20 @@ def test_groups_have_a_count_a_mean_and_a_spread(connection: sqlite3.Connection)
     assert row["name"] == "dan"
 
 
+def test_the_spread_of_many_values_takes_no_memory_of_each(connection: sqlite3.Connection) -> None:
+    connection.execute("CREATE TABLE many AS SELECT 1e9 + value AS reward FROM json_each(?)", (str([*range(100_000)]),))
+    columns = {"reward": QueryColumn("float", "A number.", "reward"), "one": QueryColumn("int", "One.", "1")}
+    table = QueryTable(name="many", help="", source="many", key="rowid", columns=columns, shown=("reward",))
+    query = TableQuery(table="many", group_by=("one",))
+    tracemalloc.start()
+    try:
+        (row,) = answer(connection, table, query, None).rows
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert row["reward_std"] == pytest.approx((100_000 * 100_001 / 12) ** 0.5)
+
+
 def test_a_long_text_is_cut_around_what_was_looked_for(connection: sqlite3.Connection) -> None:
     text = "x" * 300 + "needle" + "y" * 300
     connection.execute("UPDATE people SET told = ?", (text,))
@@ -183,6 +198,11 @@ def test_a_query_ends_when_its_time_is_over(connection: sqlite3.Connection) -> N
     connection.execute("UPDATE people SET told = ?", ("a" * 60 + "b",))
     with pytest.raises(BadQuery, match=r"took more than 0\.05 s: narrow it"):
         answer(connection, TABLE, parse_query("people where told matches '(a|aa)+$'"), None, seconds=0.05)
+    without_end = (
+        "WITH RECURSIVE numbers AS (SELECT 1 AS n UNION ALL SELECT n + 1 FROM numbers) SELECT max(n) FROM numbers"
+    )
+    with pytest.raises(BadQuery, match=r"took more than 0\.05 s"), limited(connection, 0.05):
+        connection.execute(without_end)
 
 
 @pytest.mark.parametrize(

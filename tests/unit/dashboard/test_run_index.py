@@ -257,6 +257,29 @@ def test_an_index_that_is_behind_has_a_reason(tmp_path: Path) -> None:
     assert indexes.current(folder).problem == ""
 
 
+def test_indexes_of_the_runs_last_asked_for_are_kept(tmp_path: Path) -> None:
+    indexes = IndexFollowers()
+    first, second, *others = (RunFolder(tmp_path, f"run-{number}") for number in range(65))
+    kept, dropped = indexes.want(first), indexes.want(second)
+    indexes.want(first)
+    for folder in others:
+        indexes.want(folder)
+    assert indexes.want(first) is kept
+    assert indexes.want(second) is not dropped
+
+
+def test_an_index_with_an_error_other_than_damage_is_kept(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    index = RunIndex(RunFolder(tmp_path, "run"))
+    index.tables()
+    with sqlite3.connect(index.path) as connection:
+        connection.execute("CREATE TRIGGER refusal BEFORE INSERT ON files BEGIN SELECT RAISE(ABORT, 'not now'); END")
+    connection.close()
+    with pytest.raises(IndexProblem, match="cannot be used now: not now"):
+        index.update(10.0)
+    assert (run / "index.sqlite").exists()
+
+
 def test_an_index_of_another_version_is_built_again(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     index_of(run)
