@@ -24,7 +24,7 @@ from pydantic import (
 from rlsys.algorithm import Algorithm
 from rlsys.config.config_problems import Problem, nearest, problems_of_value, refuse
 from rlsys.errors import ConfigError
-from rlsys.monitoring.alerts import RULES
+from rlsys.monitoring.alert_rules import RULES
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

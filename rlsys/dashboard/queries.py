@@ -47,7 +47,7 @@ from rlsys.dashboard.responses import (
 from rlsys.dashboard.rollout_listing import ScoredGroup, neighbours
 from rlsys.dashboard.run_preview import Glimpses
 from rlsys.dashboard.summary import SUMMARY_STEPS, open_alerts, summary, summary_of_several
-from rlsys.monitoring.alerts import RULES
+from rlsys.monitoring.alert_rules import RULES
 
 MOST_OPENED = 32
 """Most runs kept in memory, least recently used evicted first: as many as can be compared."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlsys.monitoring.alerts import RULES
+from rlsys.monitoring.alert_rules import RULES
 from rlsys.monitoring.events import CheckpointSaved, GroupScored
 from tests.browser.conftest import shown
 from tests.browser.onpage import rows_of, see

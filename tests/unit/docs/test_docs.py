@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config
-from rlsys.monitoring.alerts import RULES
+from rlsys.monitoring.alert_rules import RULES
 from tests.faults import FAULTS
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.monitoring.alerts import RULES, Alarms, Alert, AlertSink
+from rlsys.monitoring.alert_rules import RULES
+from rlsys.monitoring.alerts import Alarms, Alert, AlertSink
 from rlsys.monitoring.events import (
     AlertRaised,
     EngineChosen,
