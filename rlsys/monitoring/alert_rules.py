@@ -1,4 +1,4 @@
-"""Rules of alerts, each a signal (`rlsys.monitoring.alert_signals`, `rlsys.monitoring.worker_signals`) and a threshold."""
+"""Rules of alerts: each has a signal (`rlsys.monitoring.alert_signals`, `worker_signals`) and a threshold."""
 
 from __future__ import annotations
 
