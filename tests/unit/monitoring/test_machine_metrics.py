@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def test_damaged_and_missing_samples_are_left_out(tmp_path: Path) -> None:
     assert machine_metrics(tmp_path, NOW_S) == {}
 
 
-def test_nothing_is_known_before_the_first_look_and_the_thread_ends(tmp_path: Path) -> None:
+def test_a_thread_looks_at_once_and_ends_when_closed(tmp_path: Path) -> None:
+    write(tmp_path, "rollout-0", replace(SAMPLE, time_s=time.time()))
     machines = MachineMetrics(tmp_path)
     assert machines.newest() == {}
     machines.start()
@@ -72,3 +74,4 @@ def test_nothing_is_known_before_the_first_look_and_the_thread_ends(tmp_path: Pa
     machines.close()
     thread.join(10)
     assert not thread.is_alive()
+    assert machines.newest()["machine/rollout-0/cpu"] == SAMPLE.cpu
