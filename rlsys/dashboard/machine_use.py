@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,23 +12,10 @@ from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.responses import MachineAnswer, MachineRow, TimeSeries
 from rlsys.dashboard.run_files import Tail
 from rlsys.dashboard.series import thinned
+from rlsys.monitoring.machine_metrics import OF_NODE, OF_WORKER
 from rlsys.monitoring.machine_samples import MACHINE, MachineSample, sample_of
 from rlsys.monitoring.metric_catalog import metric_of
 
-_Value = Callable[[MachineSample], float | None]
-OF_WORKER: Mapping[str, _Value] = {
-    "cpu": lambda sample: sample.cpu,
-    "memory": lambda sample: sample.memory,
-    "gpu": lambda sample: sample.gpu,
-    "gpu_memory": lambda sample: sample.gpu_memory,
-}
-OF_NODE: Mapping[str, _Value] = {
-    "cpu": lambda sample: sample.node_cpu,
-    "memory": lambda sample: sample.node_memory,
-    "shm": lambda sample: sample.node_shm,
-    "sent": lambda sample: sample.node_sent,
-    "received": lambda sample: sample.node_received,
-}
 _NAN = float("nan")
 _MOST = 50_000
 """Samples of a worker in memory; of more, every second one is forgotten."""

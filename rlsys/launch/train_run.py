@@ -48,6 +48,7 @@ from rlsys.monitoring.events import (
     WorkerFailed,
     WorkerRestarted,
 )
+from rlsys.monitoring.machine_metrics import MachineMetrics
 from rlsys.monitoring.tracker import RunFacts
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.monitoring.trackers.jsonl import JsonlSink
@@ -366,11 +367,12 @@ class TrainingJob:
         """
         from workers.worker_set import WorkerSet
 
-        workers = WorkerSet.of(self.config)
+        workers, machines = WorkerSet.of(self.config), MachineMetrics(self.config.run_dir)
         try:
             await self._set_up(workers)
+            machines.start()
             joint = Joint(workers.rollouts, workers.rewards) if self.config.policies else None
-            drivers = self._drivers(workers, joint, data, progress or Progress(), meetings)
+            drivers = self._drivers(workers, joint, data, progress or Progress(), machines, meetings)
             starts = dict.fromkeys(self.runs, 0)
             for name, run in self.runs.items():
                 if run.checkpoint is not None:
@@ -388,6 +390,7 @@ class TrainingJob:
                 reached = await train_jointly(joint, drivers, starts)
         finally:
             gc.unfreeze()
+            machines.close()
             await workers.close()
         lanes = [driver.evaluation for driver in drivers.values() if driver.evaluation is not None]
         for name, driver in drivers.items():
@@ -418,6 +421,7 @@ class TrainingJob:
         joint: Joint | None,
         data: preflight.Data,
         progress: Progress,
+        machines: MachineMetrics,
         meetings: Meetings | None,
     ) -> dict[str, Driver]:
         drivers: dict[str, Driver] = {}
@@ -433,6 +437,7 @@ class TrainingJob:
                 eval_sets=data.eval,
                 progress=progress,
                 look_s=LOOK_S,
+                machines=machines.newest,
                 meetings=meetings,
             )
         return drivers

@@ -5,7 +5,7 @@ driver = build_driver(config, workers, TaskSource(tasks, config.run.seed), event
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlsys.algorithm import version_after
 from rlsys.config import Config
@@ -39,13 +39,14 @@ def build_driver(
     eval_sets: Mapping[str, Sequence[Task]] | None = None,
     progress: Progress | None = None,
     look_s: float = 0,
+    machines: Callable[[], Mapping[str, float]] = dict,
     meetings: Meetings | None = None,
 ) -> Driver:
     """Build the driver of a run.
 
     `eval_sets` are evaluated during training, on `workers.evaluation`. The drivers of a run with several policies share
     one `progress`, as do those of a population, whose runs have `meetings`. `look_s` is the time between two
-    observations of replicas and queue, for events; 0 disables them.
+    observations of replicas and queue, for events; 0 disables them. `machines` returns metrics for each step's row.
     """
     transfer_s, bound, saves = config.limits.transfer_s, config.staleness_bound, config.checkpoint
     best = best_of(config)
@@ -79,6 +80,7 @@ def build_driver(
         copies=CheckpointCopies(checkpoints, remote, events) if remote else None,
         repacker=_repacker_of(config, workers.rollouts, events),
         look_s=look_s,
+        machines=machines,
         meetings=meetings,
     )
 

@@ -23,7 +23,7 @@ further from the restored weights than the staleness bound allows, and are given
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +121,8 @@ class Driver:
     """None if moving trajectories gains nothing."""
     look_s: float = 0
     """Seconds between two observations of replicas and queue, for events; 0 disables them."""
+    machines: Callable[[], Mapping[str, float]] = dict
+    """Returns the newest metrics of the run's machines, at once; by default none."""
     meetings: Meetings | None = None
     """Meetings with the other runs of a population; None for a run of its own."""
     _stopping: bool = field(default=False, init=False)
@@ -593,7 +595,7 @@ class Driver:
         metrics = step_metrics(result, version, self.queue, self._clock)
         if self.repacker:
             metrics["async/moved"] = self.repacker.num_moved
-        metrics |= {**self.queue.ledger.metrics(), **self.weights.metrics}
+        metrics |= {**self.queue.ledger.metrics(), **self.weights.metrics, **self.machines()}
         if (free := free_gb(self.records.folder)) is not None:
             metrics["driver/disk_free"] = free
         self._version, self._num_deaths = version + 1, 0

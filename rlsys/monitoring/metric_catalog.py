@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -67,6 +68,7 @@ class Named(NamedTuple):
     """Values of the placeholders, e.g. `{"dataset": "held_out", "k": "4"}`."""
 
 
+@lru_cache(maxsize=10_000)  # each row has the same names
 def named(name: str) -> Named | None:
     """Split a name by the catalog; None if the catalog lacks it."""
     if name in METRICS:

@@ -66,6 +66,17 @@ def test_a_run_leaves_everything_a_person_needs_in_its_folder(whole_run):
     assert (whole_run / "logs" / "ray").is_dir()
 
 
+def test_a_step_has_what_each_worker_and_node_uses(whole_run):
+    last = rows_of(whole_run, "metrics.jsonl")[-1]
+    workers = {path.stem for path in (whole_run / "machine").glob("*.jsonl")}
+    assert workers > {"driver", "rollout-0", "rollout-1"}
+    assert last.keys() >= {f"machine/{worker}/{used}" for worker in workers for used in ("cpu", "memory")}
+    assert {name.split("/")[-1] for name in last if name.startswith("node/")} == {
+        "cpu", "memory", "shm", "sent", "received"
+    }  # fmt: skip
+    assert undocumented(last.keys() - {"step", "time_s"}) == []
+
+
 def test_the_sampler_and_the_trainer_agree_on_every_logprob(whole_run):
     assert max(row["sampler/logp_diff_max"] for row in rows_of(whole_run, "metrics.jsonl")) < 1e-5
 
