@@ -217,13 +217,14 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     )
     actor = ActorHandle(ranks, _silence_s(config), train.mesh.num_peers, has_pairs=has_pairs)
     if config.record.rollouts_every:
-        actor.recorder = start_recorder(config)
+        actor.recorder = start_recorder(config, config.model.path)
     return actor
 
 
-def start_recorder(config: Config) -> RecorderHandle:
-    """Return the recorder of rollouts, which starts on the driver's node, where the run's folder is."""
-    build, deadline_s = partial(Recorder, config.model.path), config.limits.no_progress_s / 4
+def start_recorder(config: Config, model_path: str) -> RecorderHandle:
+    """Return the recorder of rollouts, which starts on the driver's node, where the run's folder is. `model_path` has
+    the tokenizer."""
+    build, deadline_s = partial(Recorder, model_path), config.limits.no_progress_s / 4
 
     def begin(num_before: int) -> Remote[Recorder]:
         here, *_ = node_ids()

@@ -9,7 +9,9 @@ import pdb
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +36,8 @@ from rlsys.loop.checkpoint import (
     step_of,
     write_manifest,
 )
-from rlsys.loop.evaluation import EVALUATIONS, EvalMetrics, recall_scores
-from rlsys.monitoring.events import Events
+from rlsys.loop.evaluation import EVALUATIONS, EvalMetrics, Evaluator, Record, recall_scores, result_path
+from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.replay.replay_results import ReplayedStep, RetrainedSteps
 from rlsys.replay.rollout_log import RolloutRecord
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 EXPORTED = ("run", "model", "data", "train")
 """Sections that an export depends on, or that have no default."""
+EVAL_FILES = "eval-"
+"""What the names of the logs of `evaluate` begin with: training has workers of the same names."""
 
 
 def evaluate(
@@ -63,8 +67,9 @@ def evaluate(
     """Evaluate the latest checkpoint of a run directory, or a model (folder or hub name), on every data set.
 
     A run has its own configuration; a model gets the defaults, and overrides such as `reward.fn=...`. The arguments
-    replace the keys of `eval`: `data` maps names to files, and replaces all data sets. Raises `ConfigError` or
-    `DataError`, before anything starts, if there is no data set or one cannot be read.
+    replace the keys of `eval`: `data` maps names to files, and replaces all data sets. What a run is evaluated on stays
+    in its folder, see `kept_in`, with the logs of the workers. Raises `ConfigError` or `DataError`, before anything
+    starts, if there is no data set or one cannot be read.
     """
     preflight.prepare_imports()
     run = Path(target)
@@ -122,25 +127,69 @@ async def _evaluate(
     config: Config, checkpoint: Path | None, sets: Mapping[str, Sequence[Task]]
 ) -> dict[str, EvalMetrics]:
     from workers.ray import cluster as ray_cluster
-    from workers.worker_set import start_fixed_rollouts, start_rewards
+    from workers.ray import vitals
+    from workers.worker_set import start_fixed_rollouts, start_recorder, start_rewards
 
     num_cpus, num_gpus = needs(evaluation_roles(config))
     cluster = ray_cluster.connect(config.ray.address, preflight.local_cpus(config, num_cpus))
+    run = checkpoint.parent.parent if checkpoint else None
     try:
         async with cluster.watch.during():
             ray_cluster.check_capacity(num_cpus, num_gpus)
             model_path = config.model.path if checkpoint is None else str(exported(checkpoint))
-            rollouts, rewards = start_fixed_rollouts(config, model_path), start_rewards(config)
-            try:
-                await asyncio.gather(rollouts.ready(), rewards.ready())
-                evaluator = evaluator_of(config, rollouts, rewards, sets, Events([ConsoleSink(total_steps=0)]))
-                async with asyncio.TaskGroup() as work:
-                    measuring = {name: work.create_task(evaluator.measure(name)) for name in sets}
-                return {name: measured.result() for name, measured in measuring.items()}
-            finally:
-                await asyncio.gather(rollouts.close(), rewards.close())
+            with vitals.of_run(run, EVAL_FILES) if run else nullcontext():
+                rollouts, rewards = start_fixed_rollouts(config, model_path), start_rewards(config)
+                recorder = start_recorder(config, model_path)
+                try:
+                    await asyncio.gather(rollouts.ready(), rewards.ready())
+                    evaluator = evaluator_of(config, rollouts, rewards, sets, Events([ConsoleSink(total_steps=0)]))
+                    record = recorder.write_evaluated if config.record.rollouts_every else None
+
+                    async def measured(name: str) -> EvalMetrics:
+                        return await (
+                            kept_in(checkpoint, evaluator, name, record) if checkpoint else evaluator.measure(name)
+                        )
+
+                    async with asyncio.TaskGroup() as work:
+                        measuring = {name: work.create_task(measured(name)) for name in sets}
+                    return {name: done.result() for name, done in measuring.items()}
+                finally:
+                    recorder.close()
+                    await asyncio.gather(rollouts.close(), rewards.close())
     finally:
         cluster.close()
+
+
+async def kept_in(checkpoint: Path, evaluator: Evaluator, dataset: str, record: Record | None) -> EvalMetrics:
+    """Evaluate a checkpoint on one data set; keep the result and, with `record`, the samples in the form of training.
+
+    They get a new folder, the first of `RUN/evaluations/DATASET@1`, `@2`, ... that does not exist. No data set has such
+    a name, so no file of training or of another command is replaced, now or later. A file that cannot be written is an
+    event. Raises the errors of `Evaluator.measure`.
+    """
+    step, folder, sampled = step_of(checkpoint), checkpoint.parent.parent / EVALUATIONS, await evaluator.sample(dataset)
+    try:
+        path = result_path(folder, _made_first(folder, dataset), step)
+    except OSError as error:
+        evaluator.events.emit(FileSkipped(str(folder), str(error)))
+        return evaluator.metrics_of(dataset, sampled)
+    if record is not None:
+        await evaluator.record(path.with_suffix(".parquet"), dataset, step, sampled, record)
+    measures = evaluator.metrics_of(dataset, sampled)
+    evaluator.write(path, dataset, step, measures, {})
+    return measures
+
+
+def _made_first(folder: Path, dataset: str) -> str:
+    """Create the first of `DATASET@1`, `DATASET@2`, ... in `folder` that does not exist; returns its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        try:
+            (folder / (name := f"{dataset}@{number}")).mkdir()
+        except FileExistsError:
+            continue
+        return name
+    raise AssertionError("unreachable")
 
 
 def exported(checkpoint: Path) -> Path:

@@ -184,6 +184,36 @@ class Evaluator:
         except RlsysError as error:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
 
+    async def record(
+        self, path: Path, dataset: str, version: PolicyVersion, sampled: Sequence[Group | None], record: Record
+    ) -> None:
+        """Write what `sample` returned with `record`. A failure of the writer costs the file, and is an event."""
+        pairs = enumerate(zip(self.sets[dataset], sampled, strict=True))
+        groups = [TrainedGroup(place, task, group, ()) for place, (task, group) in pairs if group is not None]
+        await is_written(path, record(path, version, groups), self.events)
+
+    def write(
+        self, path: Path, dataset: str, version: PolicyVersion, measures: EvalMetrics, weights: Mapping[str, str]
+    ) -> None:
+        """Write a result with all that determines it, of which `weights` tells the weights. A file that cannot be
+        written is an event."""
+        row = {"step": version, "dataset": dataset, **weights, **self.conditions(dataset), **measures.as_json()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(row, indent=1) + "\n")
+        except OSError as error:
+            self.events.emit(FileSkipped(str(path), str(error)))
+
+    def conditions(self, dataset: str) -> dict[str, str | float]:
+        """Return all that determines a result but the weights: the tasks (after `eval.limit`) and the rules."""
+        return {
+            "tasks": content_hash(self.sets[dataset]),
+            "samples": self.rules.samples,
+            "temperature": self.rules.temperature,
+            "seed": self.seed,
+            "pass_reward": self.rules.pass_reward,
+        }
+
     async def _scored(
         self, group_id: int, task: Task, version: PolicyVersion, check: GroupCheck | None
     ) -> Group | None:
@@ -323,7 +353,8 @@ class EvaluationLane:
         recorded = asyncio.create_task(self._record(dataset, version, sampled))
         try:
             measures = self.evaluator.metrics_of(dataset, sampled)
-            self._write(dataset, version, measures)
+            path = result_path(self.folder, dataset, version)
+            self.evaluator.write(path, dataset, version, measures, self._weights(version))
             self.best.add(version, _by_name(dataset, measures.as_json()))
             metrics, failures = measures.as_metrics(dataset), failures_in(filter(None, sampled))
             done = EvalDone(version, dataset, self.weights.published[version], seconds, metrics, failures)
@@ -335,38 +366,18 @@ class EvaluationLane:
         """Write the samples, also those of an evaluation without a score: they say why."""
         if self.record is None:
             return
-        path = _path(self.folder, dataset, version).with_suffix(".parquet")
-        pairs = enumerate(zip(self.evaluator.sets[dataset], sampled, strict=True))
-        groups = [TrainedGroup(place, task, group, ()) for place, (task, group) in pairs if group is not None]
-        await is_written(path, self.record(path, version, groups), self.evaluator.events)
+        path = result_path(self.folder, dataset, version).with_suffix(".parquet")
+        await self.evaluator.record(path, dataset, version, sampled, self.record)
 
     def _is_done(self, dataset: str, version: PolicyVersion) -> bool:
-        row = _row_in(_path(self.folder, dataset, version))
-        if not self._measured(dataset, version).items() <= row.items():
+        row, measured = _row_in(result_path(self.folder, dataset, version)), self.evaluator.conditions(dataset)
+        if not (self._weights(version) | measured).items() <= row.items():
             return False
         self.best.add(version, _by_name(dataset, row))
         return True
 
-    def _measured(self, dataset: str, version: PolicyVersion) -> dict[str, str | float]:
-        """Return all that determines a result: the weights, the tasks (after `eval.limit`) and the rules."""
-        rules = self.evaluator.rules
-        return {
-            "hash": self.weights.published[version],
-            "tasks": content_hash(self.evaluator.sets[dataset]),
-            "samples": rules.samples,
-            "temperature": rules.temperature,
-            "seed": self.evaluator.seed,
-            "pass_reward": rules.pass_reward,
-        }
-
-    def _write(self, dataset: str, version: PolicyVersion, measures: EvalMetrics) -> None:
-        path = _path(self.folder, dataset, version)
-        row = {"step": version, "dataset": dataset, **self._measured(dataset, version), **measures.as_json()}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(row, indent=1) + "\n")
-        except OSError as error:
-            self.evaluator.events.emit(FileSkipped(str(path), str(error)))
+    def _weights(self, version: PolicyVersion) -> dict[str, str]:
+        return {"hash": self.weights.published[version]}
 
 
 def recall_scores(folder: Path, checkpoint: DriverState, steps: Iterable[int], best: BestCheckpoints) -> None:
@@ -375,12 +386,13 @@ def recall_scores(folder: Path, checkpoint: DriverState, steps: Iterable[int], b
     best.restore(checkpoint.scores)
     dataset = best.metric.split("/")[1]
     for step in set(steps) - best.scores.keys():
-        row = _row_in(_path(folder, dataset, step))
+        row = _row_in(result_path(folder, dataset, step))
         if row and row.get("hash") == checkpoint.published.get(step, row.get("hash")):
             best.add(step, _by_name(dataset, row))
 
 
-def _path(folder: Path, dataset: str, version: PolicyVersion) -> Path:
+def result_path(folder: Path, dataset: str, version: PolicyVersion) -> Path:
+    """Return the file of a result in the folder `EVALUATIONS`; its samples are beside it, as `.parquet`."""
     return folder / dataset / f"step_{version:06d}.json"
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
@@ -85,6 +86,12 @@ def test_a_run_is_exported_by_a_command(history: History, tmp_path: Path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() > 10_000
 
 
+def samples_of(run: Path, dataset: str) -> list[dict[str, Any]]:
+    asked = rlsys("query", run, f'samples where dataset = "{dataset}" show step, reason', "--json")
+    assert asked.code == 0, asked.stderr
+    return json.loads(asked.stdout)["rows"]
+
+
 def test_a_run_is_evaluated_by_a_command(history: History, data_path: Path):
     sets = ["--data", str(data_path), "--data", f"other={data_path}"]
     ended = rlsys("eval", history.job.run_dir, *sets, "--limit", "6", "--n", "2", "--temperature", "1", "--json")
@@ -96,6 +103,15 @@ def test_a_run_is_evaluated_by_a_command(history: History, data_path: Path):
     assert (result["num_tasks"], result["samples"], result["failed_frac"]) == (6, 2, 0)
     assert 0 <= result["mean"] <= 1
     assert 0 <= result["pass@1"] <= result["pass@2"] <= 1
+    run, step = history.job.run_dir, history.job.saved
+    assert json.loads((run / f"evaluations/other@1/step_{step:06d}.json").read_text())["mean"] == result["mean"]
+    rows = samples_of(run, "other@1")
+    assert len(rows) == 12 and {row["step"] for row in rows} == {step}
+    assert {"eval-driver", "eval-recorder", "eval-eval-0"} <= {path.stem for path in (run / "machine").iterdir()}
+    assert {"eval-recorder", "eval-eval-0"} <= {path.stem for path in (run / "logs").iterdir()}
+    broken = rlsys("eval", run, "reward.fn=tests.ray.judges:raises", "--data", f"other={data_path}", "--limit", "1")
+    assert broken.code != 0 and "this judge is broken" in broken.stderr
+    assert {"this judge is broken" in row["reason"] for row in samples_of(run, "other@2")} == {True}
 
 
 def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data_path: Path, tmp_path: Path):

@@ -39,6 +39,8 @@ SAMPLE_S = 5.0
 """Seconds between two samples."""
 RUN_DIR: ContextVar[Path | None] = ContextVar("run_dir", default=None)
 """Folder of the run whose workers are started here; None: they write no files."""
+PREFIX: ContextVar[str] = ContextVar("prefix", default="")
+"""What the names of the files of these workers begin with."""
 DRIVER = "driver"
 FOLDER, NAME = "RLSYS_RUN_DIR", "RLSYS_WORKER"
 """Variables in the environment of a worker."""
@@ -138,23 +140,24 @@ def _transferred() -> tuple[int, int]:
 
 
 @contextmanager
-def of_run(run_dir: Path) -> Iterator[None]:
+def of_run(run_dir: Path, prefix: str = "") -> Iterator[None]:
     """Let the workers that this block starts write into the folder of a run, and sample this process, as `driver`.
 
-    A folder that cannot be written is passed over.
+    The names of their files begin with `prefix`. A folder that cannot be written is passed over.
     """
     try:
         for name in (LOGS, MACHINE):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
-        driver = Vitals(run_dir, DRIVER)
+        driver = Vitals(run_dir, prefix + DRIVER)
     except (OSError, psutil.Error):
         yield
         return
-    before = RUN_DIR.set(run_dir)
+    before, named_before = RUN_DIR.set(run_dir), PREFIX.set(prefix)
     try:
         with driver.sampling():
             yield
     finally:
+        PREFIX.reset(named_before)
         RUN_DIR.reset(before)
 
 
@@ -172,7 +175,7 @@ def begin_in_worker() -> None:
 def environment_of(worker: str) -> Mapping[str, str]:
     """Return the variables that a worker of the current run needs for it."""
     run_dir = RUN_DIR.get()
-    return {FOLDER: str(run_dir), NAME: worker} if run_dir else {}
+    return {FOLDER: str(run_dir), NAME: PREFIX.get() + worker} if run_dir else {}
 
 
 async def end_of(worker: str) -> str:
@@ -180,7 +183,7 @@ async def end_of(worker: str) -> str:
 
     Waits a moment for the fork server, which cannot notify.
     """
-    run_dir = RUN_DIR.get()
+    run_dir, worker = RUN_DIR.get(), PREFIX.get() + worker
     if run_dir is None or (sample := last_sample(run_dir, worker)) is None:
         return ""
     told = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import chdir
 from pathlib import Path
@@ -11,10 +12,17 @@ import pytest
 from examples.tiny_policy import build_tokenizer
 from rlsys.config import Config
 from rlsys.config.loader import load_sections
-from rlsys.errors import CheckpointError, ConfigError
-from rlsys.launch.offline_commands import EXPORTED, evaluate, export, exported, made_once, write_template
+from rlsys.config.schema import LimitsSection
+from rlsys.config.sections import EvalSection
+from rlsys.errors import CheckpointError, ConfigError, RlsysError
+from rlsys.launch.offline_commands import EXPORTED, evaluate, export, exported, kept_in, made_once, write_template
 from rlsys.launch.preflight import check_code, rooted
 from rlsys.loop.checkpoint import CONFIG
+from rlsys.loop.evaluation import EvalMetrics, Evaluator
+from rlsys.loop.failure_policy import FailurePolicy
+from rlsys.monitoring.events import Events, FileSkipped
+from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, run_virtual, tasks
 from workers.text.tokenizer import TextTokenizer
 
 PLANTED = """\
@@ -118,3 +126,53 @@ def test_an_exported_model_has_the_chat_template_of_its_run(tmp_path: Path):
     (tmp_path / "plain").mkdir()
     write_template(tmp_path / "plain.yaml", tmp_path / "plain")
     assert not list((tmp_path / "plain").iterdir())
+
+
+def evaluator_on(world: FakeWorld, recorder: EventRecorder) -> Evaluator:
+    world.relay = 0
+    failures, rules = FailurePolicy(LimitsSection()), EvalSection(samples=2, temperature=1)
+    sets = {"held_out": tasks(3)}
+    return Evaluator(FakeRollouts(world), FakeRewards(world), failures, Events([recorder]), sets, rules, 0, 4)
+
+
+def test_a_command_keeps_samples_beside_those_of_training(tmp_path: Path):
+    world = FakeWorld(reward=lambda group_id, episode: None if episode else 1.0)
+    evaluator, record = evaluator_on(world, EventRecorder()), world.workers().actor.record_evaluated
+    of_training = tmp_path / "evaluations" / "held_out"
+    of_training.mkdir(parents=True)
+    for ending in ("json", "parquet"):
+        (of_training / f"step_000004.{ending}").write_text("of training")
+    checkpoint = tmp_path / "checkpoints" / "step_000004"
+
+    async def twice() -> list[EvalMetrics]:
+        return [await kept_in(checkpoint, evaluator, "held_out", record) for _ in range(2)]
+
+    measures = run_virtual(twice())
+    assert {path.read_text() for path in of_training.iterdir()} == {"of training"}
+    for number, measured in enumerate(measures, start=1):
+        path = tmp_path / "evaluations" / f"held_out@{number}" / "step_000004.json"
+        row = json.loads(path.read_text())
+        assert (row["step"], row["dataset"], row["mean"]) == (4, "held_out", measured.mean)
+        records = read_rollouts(path.with_suffix(".parquet"))
+        assert [(each.step, each.task.id) for each in records] == [(4, f"task-{i}") for i in range(3)]
+        outcomes = [e.trajectories[0].outcome for each in records for e in each.episodes]
+        assert [bool(outcome.reason) for outcome in outcomes] == [False, True] * 3
+    assert len(list((tmp_path / "evaluations").iterdir())) == 3
+
+
+def test_a_command_keeps_samples_without_any_score(tmp_path: Path):
+    world = FakeWorld(reward=lambda group_id, episode: None)
+    evaluator, record = evaluator_on(world, EventRecorder()), world.workers().actor.record_evaluated
+    with pytest.raises(RlsysError, match="no sample could be scored"):
+        run_virtual(kept_in(tmp_path / "checkpoints" / "step_000004", evaluator, "held_out", record))
+    (written,) = (tmp_path / "evaluations" / "held_out@1").iterdir()
+    assert len(read_rollouts(written)) == 3
+
+
+def test_a_command_measures_a_run_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "evaluations").write_text("a file where a folder should be")
+    world, recorder = FakeWorld(), EventRecorder()
+    evaluator, record = evaluator_on(world, recorder), world.workers().actor.record_evaluated
+    measured = run_virtual(kept_in(tmp_path / "checkpoints" / "step_000004", evaluator, "held_out", record))
+    assert measured.num_tasks == 3
+    assert [event.path for event in recorder.of(FileSkipped)] == [str(tmp_path / "evaluations")]
