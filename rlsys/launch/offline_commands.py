@@ -23,7 +23,7 @@ from rlsys.config.resource_plan import evaluation_roles, needs
 from rlsys.data.inspection import Inspection, Rendering, inspect
 from rlsys.data.row_adapters import AS_FOUND, Columns
 from rlsys.errors import CheckpointError, ConfigError, first_of
-from rlsys.launch import preflight
+from rlsys.launch import preflight, run_folder
 from rlsys.launch.config_history import changed_keys, path_at
 from rlsys.launch.hub_repo import HubRepo
 from rlsys.loop.build_driver import best_of, evaluator_of, shape_of
@@ -91,7 +91,7 @@ def evaluate(
         raise ConfigError("eval.data: there is nothing to evaluate on; give a file with --data [NAME=]PATH")
     config = preflight.rooted(config)
     sets = preflight.eval_sets(config)
-    checkpoint = preflight.checkpoint_of(run.absolute(), "latest") if is_run else None
+    checkpoint = run_folder.checkpoint_of(run.absolute(), "latest") if is_run else None
     try:
         return run_to_end(lambda: _evaluate(config, checkpoint, sets))
     except BaseExceptionGroup as errors:
@@ -100,12 +100,12 @@ def evaluate(
 
 def _check_has_one_policy(run: Path) -> None:
     """Raise `ConfigError` for a run of several policies, or one of them: alone it would play both sides of a game."""
-    whole = run if (run / preflight.POLICIES).is_dir() else preflight.whole_of(run)
+    whole = run if (run / run_folder.POLICIES).is_dir() else run_folder.whole_of(run)
     if whole is not None:
         policy = "NAME" if whole is run else run.name
         raise ConfigError(
             f"{run}: the episodes of the run {whole} need all of its policies, and one is measured at a time; write "
-            f"its model with `rlsys export {whole / preflight.POLICIES / policy} --to FOLDER`, and evaluate FOLDER"
+            f"its model with `rlsys export {whole / run_folder.POLICIES / policy} --to FOLDER`, and evaluate FOLDER"
         )
 
 
@@ -240,7 +240,7 @@ def export(run: Path, to: Path, step: str = "latest", *, as_adapter: bool = Fals
     Raises `CheckpointError` if the run has no such complete checkpoint, `ConfigError` if it has no adapter.
     """
     step = _best_step(run) if step == "best" else step
-    checkpoint = preflight.checkpoint_of(run, step)
+    checkpoint = run_folder.checkpoint_of(run, step)
     from workers.worker_set import export_checkpoint
 
     config = load_sections(Config, run / CONFIG, EXPORTED, ["stabilizer=null"])  # the default one needs longer runs
@@ -259,7 +259,7 @@ def push(run: Path, name: str, step: str = "latest", *, as_adapter: bool = False
     `RUN/exports/step_N`, stays. Raises the errors of `export` and of `HubRepo`; those of the name and the token before
     anything is written.
     """
-    checkpoint = preflight.checkpoint_of(run, _best_step(run) if step == "best" else step)
+    checkpoint = run_folder.checkpoint_of(run, _best_step(run) if step == "best" else step)
     folder = run / "exports" / f"{checkpoint.name}{'-adapter' * as_adapter}"
     number = step_of(checkpoint)
     repo = HubRepo.open(name, is_public=is_public)
@@ -281,7 +281,7 @@ def _best_step(run: Path) -> str:
 
     Raises `ConfigError` if the run compares no checkpoints, `CheckpointError` if none of them has a value.
     """
-    latest = preflight.checkpoint_of(run, "latest")
+    latest = run_folder.checkpoint_of(run, "latest")
     config = load_sections(Config, run / CONFIG, (*EXPORTED, "eval", "checkpoint"), ["stabilizer=null"])
     if not config.checkpoint.keep_best:
         raise ConfigError(f"{run} has no best checkpoint (checkpoint.keep_best is 0): give a number, or latest")
@@ -319,7 +319,7 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
     Raises `ConfigError` for an invalid run, `DataError` if records are missing, `CheckpointError` or `ModelError` if a
     checkpoint or model does not load.
     """
-    preflight.check_is_run(run)
+    run_folder.check_is_run(run)
     recording = RecordedSteps.of(run, step)
     preflight.prepare_imports()
     for path in dict.fromkeys(path_at(run, each) for each in (*recording.steps, step)):

@@ -16,7 +16,7 @@ from rlsys.agents.agent import Policy
 from rlsys.agents.gateway.policy_server import Drawing, PolicyServer
 from rlsys.config import Config
 from rlsys.errors import ConfigError
-from rlsys.launch import preflight
+from rlsys.launch import preflight, run_folder
 from rlsys.launch.offline_commands import exported
 from rlsys.loop.checkpoint import CONFIG
 from rlsys.types import POLICY
@@ -49,7 +49,7 @@ def config_to_serve(target: str, overrides: tuple[str, ...] = ()) -> tuple[Confi
         return config, run.name
     preflight.check_code(run, run / CONFIG, list(overrides))
     config = Config.load(run / CONFIG, list(overrides))
-    model = exported(preflight.checkpoint_of(run.absolute(), "latest"))
+    model = exported(run_folder.checkpoint_of(run.absolute(), "latest"))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}), run.name
 
 

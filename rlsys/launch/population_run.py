@@ -23,7 +23,7 @@ from rlsys.config.loader import load
 from rlsys.config.population_file import PopulationFile, with_values
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError, Interrupted, RlsysError
-from rlsys.launch import preflight
+from rlsys.launch import preflight, run_folder
 from rlsys.launch.device_defaults import as_in, with_device_defaults
 from rlsys.launch.run_lock import locked
 from rlsys.launch.train_run import Stops, TrainingJob, TrainResult, check_trackers
@@ -96,17 +96,17 @@ def run_population(path: Path, overrides: Sequence[str] = ()) -> PopulationResul
     first = with_device_defaults(configs[0])  # or what its run has recorded
     configs = [as_in(first, config) for config in configs]
     for config in configs:
-        preflight.check_run_dir(config)
+        run_folder.check_run_dir(config)
         check_trackers(config)
     with ExitStack() as stack:
         stack.enter_context(locked(base.run_dir))
         stack.enter_context(native_output_in(base.run_dir / "logs" / "driver.log"))
         members: list[Member] = []
         for number, config in enumerate(configs):
-            preflight.make_run_dir(config)
+            run_folder.make_run_dir(config)
             stack.enter_context(locked(config.run_dir))
             start = _start_of(config, population.last(number))
-            preflight.write_run_dir(config, start.checkpoint)
+            run_folder.write_run_dir(config, start.checkpoint)
             job = TrainingJob.of(config, {POLICY: config}, {POLICY: start}, began, progress=True, label=_name(number))
             members.append(Member(number, job, population, settings, config))
         run_to_end(lambda: _run(base, members))
@@ -147,13 +147,13 @@ def _name(number: int) -> str:
     return f"member{number}"
 
 
-def _start_of(config: Config, last: Meeting | None) -> preflight.Start:
+def _start_of(config: Config, last: Meeting | None) -> run_folder.Start:
     """Return the newer start of a run: its own last checkpoint, or the one its last meeting gave it."""
-    start = preflight.start_of(config)
+    start = run_folder.start_of(config)
     is_own = start.checkpoint is not None and last is not None and start.checkpoint.name > Path(last.checkpoint).name
     if last is None or not last.checkpoint or is_own:
         return start
-    return preflight.Start(Path(last.checkpoint), start.passed_over)
+    return run_folder.Start(Path(last.checkpoint), start.passed_over)
 
 
 @dataclass
@@ -177,7 +177,7 @@ class Member:
         if meeting.parent is None:
             return None
         self.config = with_values(self.config, meeting.values, _name(self.number))
-        preflight.write_run_dir(self.config, self.config.run_dir / "checkpoints" / checkpoint.name)
+        run_folder.write_run_dir(self.config, self.config.run_dir / "checkpoints" / checkpoint.name)
         return Switch(
             parent=_name(meeting.parent),
             checkpoint=Path(meeting.checkpoint),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ClusterLost, ConfigError, Interrupted, full_text
-from rlsys.launch import preflight
+from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.run_lock import locked
@@ -168,20 +168,20 @@ def train_job(
     began = time.monotonic()
     preflight.prepare_imports()
     config = with_device_defaults(preflight.with_steps(preflight.rooted(config)))
-    preflight.check_run_dir(config)
+    run_folder.check_run_dir(config)
     check_trackers(config)
     owns = config.trained if config.policies else {POLICY: config}
     if not config.run_dir.is_dir():
         for own in owns.values():
-            if not preflight.may_fetch(own):
-                preflight.start_of(own)  # a run that is refused leaves no folder
-        preflight.make_run_dir(config)
+            if not run_folder.may_fetch(own):
+                run_folder.start_of(own)  # a run that is refused leaves no folder
+        run_folder.make_run_dir(config)
     with locked(config.run_dir):
-        starts = {name: preflight.start_of(own) for name, own in owns.items()}
+        starts = {name: run_folder.start_of(own) for name, own in owns.items()}
         if config.policies:
-            preflight.write_run_dir(config)
+            run_folder.write_run_dir(config)
         for name, own in owns.items():
-            preflight.write_run_dir(own, starts[name].checkpoint)
+            run_folder.write_run_dir(own, starts[name].checkpoint)
         with native_output_in(config.run_dir / "logs" / "driver.log"), dashboard_beside(config):
             job = TrainingJob.of(config, owns, starts, began, progress=progress)
             for sink in sinks:
@@ -201,7 +201,7 @@ def check_trackers(config: Config) -> None:
 
 def facts_of(config: Config) -> RunFacts:
     """Description for trackers of this run, or of this policy of a run of several."""
-    whole = preflight.whole_of(config.run_dir)
+    whole = run_folder.whole_of(config.run_dir)
     name, policy = (whole.name, config.run.name) if whole else (config.run.name, "")
     return RunFacts(config.run_dir, name, policy, config.model_dump(mode="json"))
 
@@ -217,7 +217,9 @@ class PolicyRun:
     result: TrainResult
 
     @classmethod
-    def of(cls, config: Config, start: preflight.Start, began: float, *, progress: bool, policy: str = "") -> PolicyRun:
+    def of(
+        cls, config: Config, start: run_folder.Start, began: float, *, progress: bool, policy: str = ""
+    ) -> PolicyRun:
         """Open all that writes to its run directory, which must exist. `policy`: its name, if there are several."""
         result, events = TrainResult(str(config.run_dir)), Events([JsonlSink(config.run_dir)])
         if progress:
@@ -248,7 +250,7 @@ class TrainingJob:
         cls,
         config: Config,
         owns: Mapping[str, Config],
-        starts: Mapping[str, preflight.Start],
+        starts: Mapping[str, run_folder.Start],
         began: float,
         *,
         progress: bool,

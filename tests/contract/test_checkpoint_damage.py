@@ -21,7 +21,7 @@ from torch import Tensor
 from rlsys import Config, export, train
 from rlsys.errors import CheckpointError, RlsysError
 from rlsys.launch.offline_commands import exported, replay_step
-from rlsys.launch.preflight import checkpoint_of, start_of
+from rlsys.launch.run_folder import checkpoint_of, start_of
 from rlsys.loop.checkpoint import DriverState, newest_whole, read_state, write_manifest
 from rlsys.testing import FakeRun
 from tests.damage import with_odd_value

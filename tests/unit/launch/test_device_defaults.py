@@ -10,7 +10,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.launch.device_defaults import filled_in, with_device_defaults
 from rlsys.launch.fitting import memory_plan
-from rlsys.launch.preflight import write_run_dir
+from rlsys.launch.run_folder import write_run_dir
 
 PLANNED = Path(__file__).parents[3] / "docs" / "plan"
 GB = 10**9

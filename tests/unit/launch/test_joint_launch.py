@@ -8,7 +8,8 @@ import pytest
 from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.launch import TrainResult, evaluate, train
-from rlsys.launch.preflight import checkpoint_of, rooted
+from rlsys.launch.preflight import rooted
+from rlsys.launch.run_folder import checkpoint_of
 
 
 def test_the_result_of_several_policies_holds_that_of_each():

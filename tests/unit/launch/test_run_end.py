@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.errors import Interrupted, NoProgress
-from rlsys.launch.preflight import Start
+from rlsys.launch.run_folder import Start
 from rlsys.launch.train_run import TrainingJob
 from rlsys.testing.fake_run import fake_config
 from rlsys.types import POLICY

@@ -8,7 +8,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.launch.config_history import changed_keys, path_at
-from rlsys.launch.preflight import write_run_dir
+from rlsys.launch.run_folder import write_run_dir
 
 
 class Sessions:

@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
-from rlsys.launch.preflight import checkpoint_of, start_of
+from rlsys.launch.run_folder import checkpoint_of, start_of
 from rlsys.launch.run_lock import LOCK, locked
 from rlsys.launch.train_run import link_logs
 from rlsys.loop.checkpoint import Checkpoints

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
-from rlsys.launch.preflight import start_of
+from rlsys.launch.run_folder import start_of
 from rlsys.loop.checkpoint import Checkpoints, read_state
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.monitoring.events import CheckpointCopied, CheckpointCopyFailed, Events

@@ -23,7 +23,7 @@ from rlsys.batch.tensors import StepData
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
-from rlsys.launch.preflight import write_run_dir
+from rlsys.launch.run_folder import write_run_dir
 from rlsys.loop.build_driver import shape_of
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STATE, file_hash
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
