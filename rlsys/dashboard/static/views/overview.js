@@ -49,12 +49,12 @@ export async function render(root, { run: id, query }, { signal, run }) {
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
         <h2 class="visually-hidden">Reward and evaluation</h2>
-        <dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>
+        <div class="beside"><dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>${facts(run.summary, told)}</div>
         <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
       ${!isThere && nothing(run)}
       <div key="sides" class="sides">${openAlerts(open, id)}${told.failures && failureList(id, told.failures)}${waiting(bottleneck, id)}</div>
       ${run.policies.length > 0 && policyTable(run.policies)}
-      ${facts(run.summary, told)}
+      ${!learning.charts.length && facts(run.summary, told)}
       ${isThere && chartTools(choices, choose)}
       ${choices.zoom && choices.x === "step" && html`<p key="tasks" class="small"><a href=${tasksIn(id, choices.zoom)}>Tasks that lost most between these steps</a></p>`}
       ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
@@ -138,20 +138,24 @@ function heroes(id, summary, { series, failures }, explain) {
   const failed = (share) => share > 0 && html`<span class="bad-text">${percent(share)} failed</span>`;
   const lost = failed(last("reward/failed_frac"));
   const reward = summary.reward !== null && html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
-    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${lost && html`<button type="button"
+    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && html`began at ${number(first)}<br />${bestOf(find("reward/mean"))}`}${lost && html`<button type="button"
       class="why" aria-expanded=${Boolean(failures)} title="Why episodes failed" data-testid="why-failed" onclick=${explain}>${lost}</button>`}</small></dd></div>`;
   const evaluations = series.filter(({ name }) => /^eval\/.+\/mean$/.test(name));
   return [
     reward,
     ...evaluations.map(({ name, values, steps }, index) => {
       const data = name.slice("eval/".length, -"/mean".length);
-      const known = values.filter((value) => value !== null);
-      const best = Math.max(...known);
-      const at = steps[values.indexOf(best)];
       return html`<div class="figure" key=${name} data-testid=${index ? null : "figure-evaluation"} title=${`Evaluation of ${data}`}>
-        <dt><a href=${link("evaluations", id)}>${data}</a>, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
+        <dt><a href=${link("evaluations", id)}>${data}</a>, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${bestOf({ values, steps })}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
     }),
   ];
+}
+
+/** The highest value, and when it was; nothing of a single one. */
+function bestOf({ values, steps }) {
+  const known = values.filter((value) => value !== null);
+  const best = Math.max(...known);
+  return known.length > 1 && `best ${number(best)} at step ${steps[values.indexOf(best)]} `;
 }
 
 /** What else is worth knowing, small. */
