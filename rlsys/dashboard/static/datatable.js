@@ -4,7 +4,7 @@
  */
 
 import { get, numbered } from "./api.js";
-import { Table, badge, banner, empty, fold, pages, rollout } from "./components.js";
+import { Table, banner, empty, fold, outcomeBadge, pages, rollout } from "./components.js";
 import { NONE, count, date, duration, number, percent } from "./format.js";
 import { html, update } from "./html.js";
 import { go, link, note } from "./router.js";
@@ -174,7 +174,7 @@ function keyOf({ id, dataset, step, group_id, episode, task }) {
 function written(name, value, kind) {
   if (kind === "time") return html`<time class="num">${date(value)}</time>`;
   if (kind === "bool") return value ? "yes" : "no";
-  if (name === "outcome" && value !== "ok") return badge(value, value === "failed" ? "bad" : "warn");
+  if (name === "outcome" && value !== "ok") return outcomeBadge(value);
   if (typeof value !== "number") return TEXTS.has(name) ? html`<div class="cut">${visible(value.trim())}</div>` : visible(String(value));
   return kind === "float" && /_frac$|^pass@/.test(name) ? percent(value) : DURATIONS.has(name) ? duration(value) : number(value);
 }

@@ -8,6 +8,7 @@ import { condition } from "../datatable.js";
 import { FAMILIES, NAMES, linesOf } from "../families.js";
 import { ago, date, duration, number, percent } from "../format.js";
 import { html, update } from "../html.js";
+import { barMark } from "../marks.js";
 import { metricList } from "../metriclist.js";
 import { go, link, note } from "../router.js";
 import { visible } from "../tokens.js";
@@ -194,10 +195,9 @@ function nothing(run) {
 /** Who waits for whom. */
 function waiting(bottleneck, id) {
   if (!bottleneck) return null;
-  const meter = (share) => html`<span class="meter" aria-hidden="true"><span style=${{ width: `${Math.min(share ?? 0, 1) * 100}%` }}></span></span>`;
   return html`<section class="waiting" key="waiting" data-testid="bottleneck" data-who=${bottleneck.who}><h2>Who waits for whom</h2>
     <p data-testid="bottleneck-sentence">${bottleneck.sentence} <a href=${link("cluster", id)}>See the cluster</a></p>
-    <dl class="shares">${Object.entries(bottleneck.shares).map(([who, share]) => html`<div key=${who}><dt>${who}</dt><dd>${meter(share)}${percent(share)}</dd></div>`)}</dl></section>`;
+    <dl class="shares">${Object.entries(bottleneck.shares).map(([who, share]) => html`<div key=${who}><dt>${who}</dt><dd>${barMark(share, { low: 0, high: 1 })}${percent(share)}</dd></div>`)}</dl></section>`;
 }
 
 /** Why episodes of training failed, each count with the way to its episodes. */
