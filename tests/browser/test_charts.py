@@ -56,6 +56,13 @@ def test_smoothing_draws_the_raw_line_behind(visit: Visit) -> None:
     assert drawn[1]["ys"] == [0, pytest.approx(20 / 3), None]
 
 
+def test_the_legend_names_only_bands_that_are_drawn(visit: Visit) -> None:
+    page = visit("overview", "planted")
+    assert see(page, "legend-reward").inner_text().split()[0] == "mean", "rewards lie between 0 and 1 in every step"
+    see(page, "data-reward").locator("summary").click()
+    expect(see(page, "table-reward")).to_contain_text("lowest")
+
+
 def test_dragging_looks_closer_at_a_finer_resolution(visit: Visit, folder: Path) -> None:
     history = History(folder / "thousands", Shape(steps=5000, groups=1, size=2))
     for step in range(1, 5001):

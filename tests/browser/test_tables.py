@@ -13,7 +13,7 @@ from rlsys.monitoring.events import EvalDone
 from rlsys.monitoring.machine_samples import MachineSample
 from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
 from rlsys.types import EpisodeSpan
-from tests.browser.conftest import shown
+from tests.browser.conftest import NARROW, shown
 from tests.browser.onpage import rows_of, see
 from tests.histories import BEGIN_S, History, Shape
 from tests.rollouts import rollouts
@@ -63,6 +63,29 @@ def test_the_hardest_tasks_are_one_click_away(visit: Visit) -> None:
     assert rewards == sorted(rewards)
     first.get_by_role("link").click()
     shown(page, "task")
+
+
+def test_a_narrow_page_folds_the_questions_until_one_is_asked(visit: Visit) -> None:
+    page = visit("groups", "small", step=30)
+    expect(see(page, "ask-search")).to_be_visible()
+    page.set_viewport_size(NARROW)
+    expect(see(page, "ask-search")).to_be_hidden()
+    expect(see(page, "sort-reward")).to_be_hidden()
+    page.get_by_text("Filter and sort").click()
+    expect(see(page, "ask-search")).to_be_visible()
+    see(page, "sort-reward").click()
+    expect(see(page, "rows").locator("th[aria-sort=descending]")).to_contain_text("reward")
+    visit("groups", "small", step=29)
+    expect(see(page, "ask-search")).to_be_hidden()
+    visit("groups", "small", step=30, filter="failed > 0")
+    expect(see(page, "ask-filter")).to_be_visible()
+
+
+def test_a_table_is_no_wider_than_its_cells_need(visit: Visit) -> None:
+    page = visit("evaluations", "small")
+    page.set_viewport_size({"width": 2560, "height": 900})
+    box = see(page, "rows").bounding_box()
+    assert box and box["width"] < 1280
 
 
 def test_episodes_of_all_steps_are_filtered_sorted_and_opened(visit: Visit) -> None:

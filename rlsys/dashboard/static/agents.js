@@ -1,6 +1,6 @@
 /** The agents of an episode as a tree to choose from: who called whom, what each was given. */
 
-import { badge } from "./components.js";
+import { outcomeBadge } from "./components.js";
 import { count, number } from "./format.js";
 import { html } from "./html.js";
 
@@ -33,7 +33,7 @@ function item(trajectory, node, chosen, choose) {
   return html`<div role="treeitem" aria-level=${node.depth + 1} aria-selected=${isChosen} tabindex=${isChosen ? 0 : -1} class="agent"
     style=${{ "--depth": String(node.depth) }} onclick=${() => choose(node.index)} data-testid="agent" data-index=${node.index}>
     <span class="agent-name">${node.depth > 0 && html`<span class="branch" aria-hidden="true">└ </span>`}${trajectory.agent}
-      ${trajectory.outcome !== "ok" && badge(trajectory.outcome, trajectory.outcome === "failed" ? "bad" : "warn", trajectory.reason || null)}</span>
+      ${outcomeBadge(trajectory.outcome, trajectory.reason)}</span>
     <span class="muted small">${facts.filter(Boolean).join(" · ")}</span></div>`;
 }
 

@@ -1,16 +1,10 @@
 /** Asks the server: `rlsys/dashboard/responses.py` says what for, and what comes back. */
 
-/** The server did not answer as it should. `address` is what was asked for, `status` 0 if nobody answered. */
-export class ApiError extends Error {
-  constructor(address, status, message) {
-    super(message);
-    this.address = address;
-    this.status = status;
-  }
-}
+/** The error of a server that did not answer as it should. `address` is what was asked for, `status` 0 if nobody answered. */
+function refusal(address, status, message) { return Object.assign(new Error(message), { address, status }); }
 
 /**
- * The answer of `/api/<name>`. `params`: name -> value, or a list of them; null and undefined are left out. Throws ApiError, and AbortError once
+ * The answer of `/api/<name>`. `params`: name -> value, or a list of them; null and undefined are left out. Throws a `refusal`, and AbortError once
  * `signal` is aborted.
  */
 export async function get(name, params, signal) {
@@ -20,9 +14,9 @@ export async function get(name, params, signal) {
     response = await fetch(address, { signal, headers: { accept: "application/json" } });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(address, 0, "nobody answers: is `rlsys dashboard` still running?");
+    throw refusal(address, 0, "nobody answers: is `rlsys dashboard` still running?");
   }
-  if (!response.ok) throw new ApiError(address, response.status, await explain(response));
+  if (!response.ok) throw refusal(address, response.status, await explain(response));
   return response.json();
 }
 
@@ -33,14 +27,7 @@ async function explain(response) {
   return said ?? `the server answered ${response.status} ${response.statusText}`;
 }
 
-async function isGone(run) {
-  try {
-    await get("run", { run });
-    return false;
-  } catch (error) {
-    return error.status === 404;
-  }
-}
+function isGone(run) { return get("run", { run }).then(() => false, ({ status }) => status === 404); }
 
 function queryOf(params) {
   const query = new URLSearchParams();
@@ -92,7 +79,10 @@ export function stream(run, onChange, onState) {
       else onState("lost"); // and it tries again by itself
     };
   }
-  async function retry() { timer = setTimeout(open, RETRY_MS); onState(run !== null && (await isGone(run)) ? "gone" : "lost"); }
+  async function retry() {
+    timer = setTimeout(open, RETRY_MS);
+    onState(run !== null && (await isGone(run)) ? "gone" : "lost");
+  }
   function close() {
     clearTimeout(timer);
     source?.close();
@@ -105,5 +95,8 @@ export function stream(run, onChange, onState) {
   }
   document.addEventListener("visibilitychange", onVisibility);
   if (!document.hidden) open();
-  return () => { document.removeEventListener("visibilitychange", onVisibility); close(); };
+  return () => {
+    document.removeEventListener("visibilitychange", onVisibility);
+    close();
+  };
 }

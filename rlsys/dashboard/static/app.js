@@ -133,7 +133,10 @@ async function changed(now) {
 /** Bring the page up to date, once more if the run writes something meanwhile. */
 async function catchUp(now) {
   now.isBusy = true;
-  while (now.numMissed && now === shown && !now.isPaused) { now.numMissed = 0; await refresh(now); }
+  while (now.numMissed && now === shown && !now.isPaused) {
+    now.numMissed = 0;
+    await refresh(now);
+  }
   now.isBusy = false;
 }
 

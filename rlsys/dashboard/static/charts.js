@@ -12,7 +12,7 @@ import { Table, fold } from "./components.js";
 import { exact, number } from "./format.js";
 import { Component, createRef, html } from "./html.js";
 import { STEPS_S, sinceBegin } from "./lanes.js";
-import { columnsOf, csvOf, drawnOf, lastOf, lookOf, nearest, newestOf, rangeOf, rowsOf, stepAt, tick, toldAt } from "./plotting.js";
+import { columnsOf, csvOf, drawnOf, lastOf, lookOf, nearest, newestOf, rangeOf, rowsOf, stepAt, tellingOf, tick, toldAt } from "./plotting.js";
 import { saveCsv, savePng } from "./saving.js";
 import { colour, onTheme } from "./theme.js";
 
@@ -76,7 +76,8 @@ export class Chart extends Component {
     this.key = key;
     const isHidden = ({ label }) => choices.hide.includes(`${props.id} ${label}`);
     this.lines = props.lines.map((line, index) => ({ kind: "line", ...lookOf(index), ...line, isHidden: isHidden(line) }));
-    this.drawn = drawnOf(this.lines.filter(({ isHidden }) => !isHidden), choices.smooth);
+    this.telling = tellingOf(this.lines);
+    this.drawn = drawnOf(this.telling.filter(({ isHidden }) => !isHidden), choices.smooth);
     this.data = columnsOf(this.drawn, choices.zoom ?? props.span ?? [], this.#isLog);
     this.form = JSON.stringify([this.drawn.map(({ kind, label }) => [kind, label]), this.#isLog, this.#height]);
   }
@@ -103,7 +104,7 @@ export class Chart extends Component {
       </div>
       <p class="note">${told.map(({ x, text }) => html`<strong class="mark-text">⚠ ${text} at ${this.#xText(x)}. </strong>`)}
         ${numMore > 0 && html`<span>And ${number(numMore)} more. </span>`}${note}</p>
-      <div class="legend" data-testid=${`legend-${id}`}>${this.lines.map((line, index) => this.#entry(line, index, at))}</div>
+      <div class="legend" data-testid=${`legend-${id}`}>${this.telling.map((line, index) => this.#entry(line, index, at))}</div>
       <div class="unit y" data-testid="unit-y">${unit || noun}</div>
       <div class="plot" ref=${this.box} role="img" tabindex="0" aria-label=${this.#summary(title, unit)} style=${{ minHeight: `${this.#height}px` }}
         onkeydown=${(event) => this.#onKey(event)}></div>
@@ -114,10 +115,10 @@ export class Chart extends Component {
 
   #entry(line, index, at) {
     const { id } = this.props;
-    const isSecond = line.kind === "band" && this.lines[index - 1]?.kind === "band";
+    const isSecond = line.kind === "band" && this.telling[index - 1]?.kind === "band";
     const value = html`<b class="num">${line.isHidden ? "" : number(toldAt(line, at ?? lastOf(this.lines)))}</b>`;
     const inside = html`${isSecond ? null : swatch(line)}${line.label} ${value}`;
-    if (this.lines.length < 2) return html`<span title=${line.title}>${inside}</span>`;
+    if (this.telling.length < 2) return html`<span title=${line.title}>${inside}</span>`;
     const name = `${id} ${line.label}`;
     const others = this.lines.filter((one) => one !== line).map(({ label }) => `${id} ${label}`);
     const press = ({ shiftKey }) => {

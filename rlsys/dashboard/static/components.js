@@ -48,6 +48,9 @@ export function badge(text, kind, title) {
   return html`<span class=${kind ? `badge ${kind}` : "badge"} title=${title}>${text}</span>`;
 }
 
+/** How an episode ended, by word and colour; nothing if it ended well. */
+export function outcomeBadge(outcome, reason) { return outcome !== "ok" && badge(outcome, outcome === "failed" ? "bad" : "warn", reason || null); }
+
 /** Nothing to show: why, and what to do about it. */
 export function empty(why, remedy) {
   return html`<div class="empty" data-testid="empty"><p>${why}</p>${remedy && html`<p class="muted">${remedy}</p>`}</div>`;

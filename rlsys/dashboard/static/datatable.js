@@ -4,7 +4,7 @@
  */
 
 import { get, numbered } from "./api.js";
-import { Table, badge, banner, empty, fold, pages, rollout } from "./components.js";
+import { Table, banner, empty, fold, outcomeBadge, pages, rollout } from "./components.js";
 import { NONE, count, date, duration, number, percent } from "./format.js";
 import { html, update } from "./html.js";
 import { go, link, note } from "./router.js";
@@ -38,7 +38,7 @@ export const PRESETS = {
  * - `table`; `noun` of a row; `fixed()`, a condition that all rows meet; `usual`, what is asked unless the address says otherwise;
  * - `size` of a page; `presets`, as in `PRESETS`; `cells`: column -> `(value, row, to)` gives its children; `labels`;
  *   `before` and `after`: columns of `Table` beside those of the answer, unless rows are grouped; `rowClass(row)`;
- * - `load(run)`: what else is asked, each time before the rows; `head(to, answer, draw)`, instead of the count of rows; `none(run)`: instead of an empty table.
+ * - `load(run)`: what else is asked, each time before the rows; `head(to, answer, draw)`, instead of the count of rows; `foot()`, beneath all; `none(run)`: instead of an empty table.
  */
 export async function tableView(root, place, { signal, run }, options) {
   const { table, noun = "row", fixed, usual = {}, size = 50, presets = PRESETS[table] } = options;
@@ -77,7 +77,7 @@ export async function tableView(root, place, { signal, run }, options) {
       ${answer?.problem && banner("warn", answer.problem, { id: "stale-index" })}
       ${answer?.indexed < 1 && banner("", `${percent(answer.indexed)} of the run is indexed so far; the rest follows.`, { id: "indexing" })}
       ${answer && rows()}${page}
-      ${fold("Columns, and how to filter", described && columnHelp(described), { id: "columns", ontoggle: ({ target }) => target.open && !described && describe() })}`);
+      ${fold("Columns, and how to filter", described && columnHelp(described), { id: "columns", ontoggle: ({ target }) => target.open && !described && describe() })}${options.foot?.()}`);
   }
   function isAsked(asked) {
     return Object.entries({ ...others, ...asked }).every(([name, value]) => String(own[name] ?? others[name] ?? "") === String(value));
@@ -91,10 +91,11 @@ export async function tableView(root, place, { signal, run }, options) {
       go(to({ ...asked, ...(asked.group !== own.group && { show: "", order: "" }) }));
     };
     const hasSteps = !fixed && STEPPED.has(table);
-    return html`<form key="questions" class="tools questions" role="search" onsubmit=${onsubmit}>${field("search", "Text anywhere", true)}
+    return html`<details key="questions" class="asking" open=${ASKED.some((name) => own[name])}><summary>Filter and sort</summary>
+      <form class="tools questions" role="search" onsubmit=${onsubmit}>${field("search", "Text anywhere", true)}
       ${field("filter", table === "runs" ? "Where, as reward > 0.5 and train.lr = 1e-6" : table === "logs" ? 'Where, as level = error and text matches "CUDA|OOM"' : "Where, as reward < 0.1 and step > 100", true)}
       ${hasSteps && html`${field("from", "From step")}${field("to", "To step")}`}${field("group", table === "runs" ? "Grouped by, as train.lr" : "Grouped by")}
-      <button type="submit" data-testid="ask">Show</button></form>`;
+      <button type="submit" data-testid="ask">Show</button></form></details>`;
   }
   function rows() {
     if (!answer.rows.length) {
@@ -173,7 +174,7 @@ function keyOf({ id, dataset, step, group_id, episode, task }) {
 function written(name, value, kind) {
   if (kind === "time") return html`<time class="num">${date(value)}</time>`;
   if (kind === "bool") return value ? "yes" : "no";
-  if (name === "outcome" && value !== "ok") return badge(value, value === "failed" ? "bad" : "warn");
+  if (name === "outcome" && value !== "ok") return outcomeBadge(value);
   if (typeof value !== "number") return TEXTS.has(name) ? html`<div class="cut">${visible(value.trim())}</div>` : visible(String(value));
   return kind === "float" && /_frac$|^pass@/.test(name) ? percent(value) : DURATIONS.has(name) ? duration(value) : number(value);
 }

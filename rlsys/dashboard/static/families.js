@@ -8,7 +8,7 @@ export const FAMILIES = [
   {
     heading: "Reward and evaluation",
     charts: [
-      { id: "reward", title: "Reward", noun: "reward", note: "Mean of the episodes trained, between the lowest and the highest.",
+      { id: "reward", title: "Reward", noun: "reward", note: "Of the episodes trained in each step.",
         lines: [{ name: "reward/min", label: "lowest", kind: "band", colour: "--c1" }, { name: "reward/max", label: "highest", kind: "band", colour: "--c1" },
           { name: "reward/mean", label: "mean", colour: "--c1", dash: [] }] },
       { id: "evaluation", title: "Evaluation", noun: "score", lines: [{ name: "eval/*", only: /^eval\/(.+\/(mean|pass@\d+))$/, kind: "points" }] },

@@ -36,7 +36,10 @@ export function listen({ goTo, showHelp }) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     if (document.querySelector("dialog[open]")) return;
-    if (isTyping(event.target)) { if (event.key === "Escape") event.target.blur(); return; }
+    if (isTyping(event.target)) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
     const isChord = performance.now() < chordUntil;
     chordUntil = 0;
     if (isChord && event.key in PLACES) goTo(PLACES[event.key]);
@@ -75,9 +78,5 @@ function focus(target) {
 }
 
 function isTyping(target) {
-  return (
-    target.isContentEditable ||
-    ["TEXTAREA", "SELECT"].includes(target.tagName) ||
-    (target.tagName === "INPUT" && !["checkbox", "radio", "button"].includes(target.type))
-  );
+  return target.isContentEditable || target.matches("textarea, select, input:not([type=checkbox], [type=radio], [type=button])");
 }

@@ -27,16 +27,17 @@ export function columnsOf(lines, span = [], isLog = false) {
   return [xs, ...joined.slice(1).map((ys) => ys.map((y) => (y > 0 ? y : null)))];
 }
 
-/**
- * The lines to draw: bands only if they move, for one from 0 to 1 throughout says nothing; lines smoothed by `weight` (0 to 1), with the raw one, of
- * kind `raw`, behind each.
- */
-export function drawnOf(lines, weight) {
+/** The lines without bands that never move: one from 0 to 1 throughout says nothing. */
+export function tellingOf(lines) {
   const isFlat = ({ ys }) => new Set(ys.filter((y) => y !== null)).size < 2;
   const bands = lines.filter(({ kind }) => kind === "band");
-  const moving = bands.length && bands.every(isFlat) ? lines.filter(({ kind }) => kind !== "band") : lines;
-  if (!weight) return moving;
-  return moving.flatMap((line) => (line.kind === "line" ? [{ ...line, kind: "raw" }, { ...line, ys: smoothed(line.ys, weight) }] : [line]));
+  return bands.length && bands.every(isFlat) ? lines.filter(({ kind }) => kind !== "band") : lines;
+}
+
+/** The lines to draw, smoothed by `weight` (0 to 1), with the raw one, of kind `raw`, behind each. */
+export function drawnOf(lines, weight) {
+  if (!weight) return lines;
+  return lines.flatMap((line) => (line.kind === "line" ? [{ ...line, kind: "raw" }, { ...line, ys: smoothed(line.ys, weight) }] : [line]));
 }
 
 /** Exponential moving average, without the bias of its beginning; gaps stay gaps. */

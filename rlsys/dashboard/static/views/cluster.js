@@ -44,15 +44,15 @@ export async function render(root, place, { signal, run }) {
     const head = html`<div key="head" class="head"><h1 data-testid="title">Cluster</h1></div>`;
     if (answer.begin_s === null) return update(root, head, empty("No worker has been heard of yet.", "This page fills once the run has started its workers."));
     const hasLanes = run.has_spans && answer.lanes.length > 0;
-    update(root, html`${head}${bottleneck(answer.bottleneck)}${stale(answer)}
+    update(root, html`${head}<div key="verdicts" class="verdicts">${bottleneck(answer.bottleneck)}${stale(answer)}</div>
       <h2 key="h-lanes">Who did what, and when</h2>
       ${hasLanes ? html`<${Swimlanes} key="lanes" answer=${answer} isFollowing=${window === null} look=${look} />` : noLanes(run)}
-      <section key="replicas"><h2>Weights held by each replica</h2>${replicas(answer)}</section>
+      <div key="sections" class="abreast"><section key="replicas"><h2>Weights held by each replica</h2>${replicas(answer)}</section>
       ${answer.queue.length > 0 && html`<section key="queue"><h2>Queue depth</h2>
         <${Chart} id="queue" title="Groups in the pipe" unit="groups" x="time" sync="time" help=${QUEUE} lines=${queueLines(answer)} /></section>`}
       ${answer.speeds.length > 0 && html`<section key="speeds"><h2>Speed of each replica</h2>
         <${Chart} id="speeds" title="Tokens sampled" unit="tokens/s" x="time" sync="time" help=${SPEED} lines=${speedLines(answer)} span=${[answer.from_s - answer.begin_s, answer.to_s - answer.begin_s]} /></section>`}
-      <section key="restarts"><h2>Workers that failed</h2>${restarts(place.run, answer)}</section>
+      <section key="restarts"><h2>Workers that failed</h2>${restarts(place.run, answer)}</section></div>
       ${machine && machineSection(machine)}`);
   }
   await load(run);

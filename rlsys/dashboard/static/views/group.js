@@ -1,7 +1,7 @@
 /** One group: the episodes of one task side by side. */
 
 import { get } from "../api.js";
-import { badge, banner, figure, neighbour, rollout, taskName } from "../components.js";
+import { badge, banner, figure, neighbour, outcomeBadge, rollout, taskName } from "../components.js";
 import { NONE, count, duration, number } from "../format.js";
 import { html, update } from "../html.js";
 import { barMark, scaleOf } from "../marks.js";
@@ -50,19 +50,13 @@ function card(run, asked, episode, { rewards, advantages }) {
   const href = rollout(run, { ...asked, episode: episode.episode });
   const names = Object.keys(episode.parts);
   return html`<article class=${`episode outcome-${episode.outcome}`} data-testid="episode">
-    <h3><a href=${href} data-row data-testid="episode-link">Episode ${episode.episode}</a>${outcome(episode)}</h3>
+    <h3><a href=${href} data-row data-testid="episode-link">Episode ${episode.episode}</a>${outcomeBadge(episode.outcome, episode.reason)}</h3>
     <dl class="measures">${measure("Reward", episode.reward, barMark(episode.reward, rewards))}
       ${names.map((name) => html`<div class="part"><dt>${name}</dt><dd class="num">${number(episode.parts[name])}</dd><dd></dd></div>`)}
       ${measure("Advantage", episode.advantage, barMark(episode.advantage, advantages), episode.reward === null ? "none" : "none, or one per token")}</dl>
     ${episode.reason && html`<p class="reason">${episode.reason}</p>`}
     <${LongText} text=${episode.text || "(it said nothing)"} data-testid="text" tabindex="0" role="region" aria-label=${`Last words of episode ${episode.episode}`} />
     <p class="muted small">${summary(episode)}</p></article>`;
-}
-
-/** How an episode ended, by word and colour; nothing if it ended well. */
-function outcome(episode) {
-  if (episode.outcome === "ok") return null;
-  return badge(episode.outcome, episode.outcome === "failed" ? "bad" : "warn", episode.reason || null);
 }
 
 function measure(name, value, mark, otherwise = "none") {

@@ -16,7 +16,7 @@ const LABELS = { reward: "mean reward", reward_min: "lowest to highest", equal: 
 
 /** Options of a table of groups. `rows()`: what is known of the rewards of each. */
 export function groupCells(rows, more) {
-  const flag = (kind, word) => (num) => (num ? badge(word ?? num, kind) : null);
+  const flag = (kind, word) => (num) => (num ? badge(word ?? num, kind) : "");
   const range = (_, { group_id }) => {
     const group = rows().find((one) => one.group_id === group_id);
     return group && spread(group, scaleOf(rows().flatMap(({ reward_min, reward_max }) => [reward_min, reward_max])));

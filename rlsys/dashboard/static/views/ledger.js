@@ -31,7 +31,8 @@ export async function render(root, place, context) {
     rowClass: ({ is_overdue }) => (is_overdue ? "overdue" : null),
     load: async () => { answer = await get("ledger", { run: place.run }, context.signal); },
     head: () => html`<div key="head" class="head"><h1 data-testid="title">Ledger</h1></div>
-      ${sums(answer)}${verdict(answer)}<section key="dropped"><h2>Dropped groups</h2>${droppedTable(place.run, answer)}</section><h2 key="pending">Pending groups</h2>`,
+      ${sums(answer)}${verdict(answer)}<h2 key="pending">Pending groups</h2>`,
+    foot: () => html`<section key="dropped"><h2>Dropped groups</h2>${droppedTable(place.run, answer)}</section>`,
     none: (run) => untold(run) ?? nonePending(answer),
   });
 }

@@ -7,7 +7,7 @@ import { visible } from "../tokens.js";
 
 export const title = "Log";
 
-const narrowed = (name) => (value, _row, to) => value ? html`<a href=${to({ filter: condition(name, value) })}>${value}</a>` : null;
+const narrowed = (name) => (value, _row, to) => value && value !== "info" ? html`<a href=${to({ filter: condition(name, value) })}>${value}</a>` : "";
 
 const OPTIONS = {
   table: "logs",

@@ -8,6 +8,7 @@ import { condition } from "../datatable.js";
 import { FAMILIES, NAMES, linesOf } from "../families.js";
 import { ago, date, duration, number, percent } from "../format.js";
 import { html, update } from "../html.js";
+import { barMark } from "../marks.js";
 import { metricList } from "../metriclist.js";
 import { go, link, note } from "../router.js";
 import { visible } from "../tokens.js";
@@ -49,12 +50,12 @@ export async function render(root, { run: id, query }, { signal, run }) {
       ${policyOf(run.summary)}
       ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
         <h2 class="visually-hidden">Reward and evaluation</h2>
-        <dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>
+        <div class="beside"><dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>${facts(run.summary, told)}</div>
         <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
       ${!isThere && nothing(run)}
       <div key="sides" class="sides">${openAlerts(open, id)}${told.failures && failureList(id, told.failures)}${waiting(bottleneck, id)}</div>
       ${run.policies.length > 0 && policyTable(run.policies)}
-      ${facts(run.summary, told)}
+      ${!learning.charts.length && facts(run.summary, told)}
       ${isThere && chartTools(choices, choose)}
       ${choices.zoom && choices.x === "step" && html`<p key="tasks" class="small"><a href=${tasksIn(id, choices.zoom)}>Tasks that lost most between these steps</a></p>`}
       ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
@@ -138,20 +139,24 @@ function heroes(id, summary, { series, failures }, explain) {
   const failed = (share) => share > 0 && html`<span class="bad-text">${percent(share)} failed</span>`;
   const lost = failed(last("reward/failed_frac"));
   const reward = summary.reward !== null && html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
-    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && `began at ${number(first)} `}${lost && html`<button type="button"
+    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && html`began at ${number(first)}<br />${bestOf(find("reward/mean"))}`}${lost && html`<button type="button"
       class="why" aria-expanded=${Boolean(failures)} title="Why episodes failed" data-testid="why-failed" onclick=${explain}>${lost}</button>`}</small></dd></div>`;
   const evaluations = series.filter(({ name }) => /^eval\/.+\/mean$/.test(name));
   return [
     reward,
     ...evaluations.map(({ name, values, steps }, index) => {
       const data = name.slice("eval/".length, -"/mean".length);
-      const known = values.filter((value) => value !== null);
-      const best = Math.max(...known);
-      const at = steps[values.indexOf(best)];
       return html`<div class="figure" key=${name} data-testid=${index ? null : "figure-evaluation"} title=${`Evaluation of ${data}`}>
-        <dt><a href=${link("evaluations", id)}>${data}</a>, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${known.length > 1 && `best ${number(best)} at step ${at} `}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
+        <dt><a href=${link("evaluations", id)}>${data}</a>, step ${steps.at(-1)}</dt><dd>${number(values.at(-1))}<small>${bestOf({ values, steps })}${failed(last(`eval/${data}/failed_frac`))}</small></dd></div>`;
     }),
   ];
+}
+
+/** The highest value, and when it was; nothing of a single one. */
+function bestOf({ values, steps }) {
+  const known = values.filter((value) => value !== null);
+  const best = Math.max(...known);
+  return known.length > 1 && `best ${number(best)} at step ${steps[values.indexOf(best)]} `;
 }
 
 /** What else is worth knowing, small. */
@@ -190,10 +195,9 @@ function nothing(run) {
 /** Who waits for whom. */
 function waiting(bottleneck, id) {
   if (!bottleneck) return null;
-  const meter = (share) => html`<span class="meter" aria-hidden="true"><span style=${{ width: `${Math.min(share ?? 0, 1) * 100}%` }}></span></span>`;
   return html`<section class="waiting" key="waiting" data-testid="bottleneck" data-who=${bottleneck.who}><h2>Who waits for whom</h2>
     <p data-testid="bottleneck-sentence">${bottleneck.sentence} <a href=${link("cluster", id)}>See the cluster</a></p>
-    <dl class="shares">${Object.entries(bottleneck.shares).map(([who, share]) => html`<div key=${who}><dt>${who}</dt><dd>${meter(share)}${percent(share)}</dd></div>`)}</dl></section>`;
+    <dl class="shares">${Object.entries(bottleneck.shares).map(([who, share]) => html`<div key=${who}><dt>${who}</dt><dd>${barMark(share, { low: 0, high: 1 })}${percent(share)}</dd></div>`)}</dl></section>`;
 }
 
 /** Why episodes of training failed, each count with the way to its episodes. */

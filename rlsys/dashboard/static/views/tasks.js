@@ -6,12 +6,13 @@ import { NONE, number } from "../format.js";
 
 export const title = "Tasks";
 
+const unlessNone = (num) => (num === 0 ? "" : null);
 const OPTIONS = {
   table: "tasks",
   noun: "task",
   usual: { order: "reward" },
   labels: { reward_before: "reward before", reward_after: "reward after" },
-  cells: { change: (by) => (by === null ? NONE : by > 0 ? `▲ +${number(by)}` : by < 0 ? `▼ ${number(by)}` : "0") },
+  cells: { failed: unlessNone, truncated: unlessNone, change: (by) => (by === null ? NONE : by > 0 ? `▲ +${number(by)}` : by < 0 ? `▼ ${number(by)}` : "0") },
   none: (run) => untold(run) ?? empty("No task has been trained yet.", "Tasks appear with the first step that trains a group of them."),
 };
 
