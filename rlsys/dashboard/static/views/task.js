@@ -69,6 +69,6 @@ function head(run, answer) {
   const num = { trained: 0, pending: 0, dropped: 0 };
   for (const { fate } of answer.points) num[fate] += 1;
   return html`<div key="head" class="head"><h1 data-testid="title">Task ${answer.task_id}</h1>
-    <span class="muted">rolled out ${[count(answer.points.length, "time"), ...Object.entries(num).filter(([, of]) => of).map(([fate, of]) => `${of} ${fate}`)].join(", ")}</span>
+    <span class="muted">rolled out ${count(answer.points.length, "time")}: ${num.trained} trained, ${num.pending} pending, ${num.dropped} dropped</span>
     <span class="space"></span><a class="button" href=${link("tasks", run)} data-testid="to-tasks">All tasks</a></div>`;
 }
