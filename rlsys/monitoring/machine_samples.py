@@ -26,7 +26,7 @@ LAST_LINES, _LAST_BYTES, _MOST_CHARS = 5, 8192, 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSample:
-    """Use of the machine by one process and its children, and by all of its node."""
+    """Use of the machine by one worker with its child processes, or by the driver alone, and by all of its node."""
 
     time_s: float
     """Unix seconds, on the clock of the node."""

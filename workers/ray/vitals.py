@@ -52,7 +52,9 @@ _SHM = "/dev/shm"
 class Vitals:
     """Samples of this process, and its log."""
 
-    def __init__(self, run_dir: Path, worker: str) -> None:
+    def __init__(self, run_dir: Path, worker: str, *, has_children: bool = True) -> None:
+        """With `has_children`, the processes that this one starts are part of its samples."""
+        self._has_children = has_children
         self._log = run_dir / LOGS / f"{worker}.log"
         self._samples = run_dir / MACHINE / f"{worker}.jsonl"
         before = last_sample(run_dir, worker)
@@ -104,9 +106,9 @@ class Vitals:
             file.write(orjson.dumps(row) + b"\n")
 
     def _used(self) -> Mapping[str, Any]:
-        now, processes = time.monotonic(), [self._process, *_children_of(self._process.pid)]
+        now, children = time.monotonic(), _children_of(self._process.pid) if self._has_children else ()
         cpu_s, memory = 0.0, 0
-        for process in processes:
+        for process in (self._process, *children):
             with suppress(psutil.Error):  # it has ended
                 times = process.cpu_times()
                 cpu_s += times.user + times.system
@@ -148,7 +150,7 @@ def of_run(run_dir: Path, prefix: str = "") -> Iterator[None]:
     try:
         for name in (LOGS, MACHINE):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
-        driver = Vitals(run_dir, prefix + DRIVER)
+        driver = Vitals(run_dir, prefix + DRIVER, has_children=False)  # which are Ray, and workers with their own
     except (OSError, psutil.Error):
         yield
         return
