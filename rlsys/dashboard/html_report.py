@@ -132,7 +132,8 @@ def _learning(readings: Readings, run: str, summary: RunSummary) -> Iterator[Htm
     """Rewards and evaluations, each score with the share of samples that failed."""
     yield h("h2", "Learning")
     reward, least, greatest = (_series(readings, run, [f"reward/{name}"]) for name in ("mean", "min", "max"))
-    band = (least[0], greatest[0]) if least and greatest else None
+    edges = (*least[:1], *greatest[:1])
+    band = (edges[0], edges[1]) if len(edges) == 2 and any(len(set(edge.values)) > 1 for edge in edges) else None
     note = "mean of the episodes trained" + ("; area: least to greatest" if band else "")
     means = [one for one in _series(readings, run, ["eval/*"]) if one.name.endswith("/mean")]
     by_function = _series(readings, run, ["reward/by/*"])

@@ -19,7 +19,7 @@ from rlsys.dashboard.markup import h, joined, table
 from rlsys.dashboard.plots import plot, short
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.responses import Series
-from rlsys.monitoring.events import RunEnded, RunStarted
+from rlsys.monitoring.events import RunEnded, RunStarted, StepDone
 from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.histories import History, Shape, small_run
 from tests.rollouts import damage, lines_of, write_lines
@@ -241,6 +241,17 @@ def test_close_ticks_have_enough_digits_to_differ() -> None:
     page = Page(f"<main>{plot('T', [series(1.0501, 1.0502, 1.0504)])}</main>")
     labels = [text for text in page.texts["text"] if text.startswith("1.05")]
     assert len(set(labels)) == len(labels) > 2
+
+
+@pytest.mark.parametrize(("lowest", "has_band"), [((0.0, 0.0), False), ((0.0, 0.5), True)])
+def test_a_band_of_rewards_is_drawn_if_it_moves(tmp_path: Path, lowest: tuple[float, ...], has_band: bool) -> None:
+    history = History(tmp_path / "run", Shape())
+    history.emit(RunStarted(str(tmp_path / "run"), 0, 2))
+    for step, least in enumerate(lowest, start=1):
+        history.emit(StepDone(step, {"reward/mean": 0.7, "reward/min": least, "reward/max": 1.0}))
+    page = report(history.folder)
+    assert any(attributes.get("class") == "band" for _, attributes in page.elements) == has_band
+    assert ("area: least to greatest" in page.text) == has_band
 
 
 def test_a_chart_of_nothing_is_left_out() -> None:
