@@ -1,4 +1,4 @@
-"""Keys of a run's configuration that have another value than by default. Imports no code that the file names."""
+"""Keys of a run's configuration whose value is not the default. Imports no code that the configuration names."""
 
 from __future__ import annotations
 

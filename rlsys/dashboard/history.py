@@ -48,7 +48,6 @@ class EventHistory:
         """By data set and step."""
         self.engines: dict[str, str] = {}
         """Worker -> engine and reason."""
-        """Oldest first."""
         self.started: RunStarted | None = None
         """Last start; a resumed run has several."""
         self.ended: RunEnded | None = None

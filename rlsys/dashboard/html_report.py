@@ -216,7 +216,7 @@ def _measured(value: float | None, name: str) -> str:
 
 
 def _evenly(rows: Sequence[T]) -> Sequence[T]:
-    """At most 6 of these rows, as far apart as possible, with the first and the last."""
+    """At most `_MOST_ROWS` of these rows, as far apart as possible, with the first and the last."""
     if len(rows) <= _MOST_ROWS:
         return rows
     return [rows[round(i * (len(rows) - 1) / (_MOST_ROWS - 1))] for i in range(_MOST_ROWS)]
@@ -239,7 +239,7 @@ def _alerts(readings: Readings, run: str) -> Iterator[Html]:
 
 
 def _waiting(readings: Readings, run: str) -> Iterator[Html]:
-    """Which stage or worker the others waited for, and what became of workers and groups."""
+    """The stage or worker that the others waited for, and the fate of workers and groups."""
     cluster, ledger = readings.cluster(run, None, None, 1000), readings.ledger(run)
     yield h("h2", "Who waited")
     if cluster.bottleneck is not None:
@@ -264,7 +264,7 @@ def _waiting(readings: Readings, run: str) -> Iterator[Html]:
             )
             for row in sorted(ledger.pending, key=lambda row: not row.is_overdue)[:_MOST_ROWS]
         ]
-        yield table(("pending group", "task", "state", "where", "age", ""), rows)
+        yield table(("pending group", "task", "state", "worker", "age", ""), rows)
         yield _left_out(len(ledger.pending), _MOST_ROWS, "pending groups")
     if cluster.replicas:
         rows = [
@@ -311,7 +311,7 @@ def _series(readings: Readings, run: str, names: Sequence[str]) -> list[Series]:
 
 
 def _config(changed: Sequence[ChangedKey]) -> Iterator[Html]:
-    """Keys of the configuration that have another value than by default."""
+    """Keys of the configuration whose value is not the default."""
     if changed:
         yield h("h2", "Configuration, where it differs from the defaults")
         yield h(

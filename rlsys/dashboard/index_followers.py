@@ -45,9 +45,9 @@ class IndexFollowers:
     def current(self, folder: RunFolder) -> RunIndex:
         """Return the index of a run with what it wrote last, unless that takes long."""
         index = self.want(folder)
-        index.problem = ""
         try:
             index.update(_AT_ONCE_S)
+            index.problem = ""
         except IndexProblem as problem:  # the disk is full, for instance: the index is as it was
             index.problem = str(problem)
         return index

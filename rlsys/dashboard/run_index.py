@@ -36,8 +36,8 @@ _LOCKED_S = 5.0
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Errors after which the index is deleted."""
-
 _NO_STEPS = (-1, -1)
+"""Steps of `between` that leave a table without rows, where only its columns are wanted."""
 _LEAST_FREE = 2**28
 """Bytes of the disk below which the index does not grow."""
 

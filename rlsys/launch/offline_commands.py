@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 EXPORTED = ("run", "model", "data", "train")
 """Sections that an export depends on, or that have no default."""
 EVAL_FILES = "eval-"
-"""What the names of the logs of `evaluate` begin with: training has workers of the same names."""
+"""Beginning of the names of the workers' files of `evaluate`, because training has workers of the same names."""
 
 
 def evaluate(
@@ -67,8 +67,8 @@ def evaluate(
     """Evaluate the latest checkpoint of a run directory, or a model (folder or hub name), on every data set.
 
     A run has its own configuration; a model gets the defaults, and overrides such as `reward.fn=...`. The arguments
-    replace the keys of `eval`: `data` maps names to files, and replaces all data sets. What a run is evaluated on stays
-    in its folder, see `kept_in`, with the logs of the workers. Raises `ConfigError` or `DataError`, before anything
+    replace the keys of `eval`: `data` maps names to files, and replaces all data sets. The results of a run stay in its
+    folder, see `measure_and_keep`, with the logs of the workers. Raises `ConfigError` or `DataError`, before anything
     starts, if there is no data set or one cannot be read.
     """
     preflight.prepare_imports()
@@ -146,9 +146,9 @@ async def _evaluate(
                     record = recorder.write_evaluated if config.record.rollouts_every else None
 
                     async def measured(name: str) -> EvalMetrics:
-                        return await (
-                            kept_in(checkpoint, evaluator, name, record) if checkpoint else evaluator.measure(name)
-                        )
+                        if checkpoint is None:
+                            return await evaluator.measure(name)
+                        return await measure_and_keep(checkpoint, evaluator, name, record)
 
                     async with asyncio.TaskGroup() as work:
                         measuring = {name: work.create_task(measured(name)) for name in sets}
@@ -160,7 +160,7 @@ async def _evaluate(
         cluster.close()
 
 
-async def kept_in(checkpoint: Path, evaluator: Evaluator, dataset: str, record: Record | None) -> EvalMetrics:
+async def measure_and_keep(checkpoint: Path, evaluator: Evaluator, dataset: str, record: Record | None) -> EvalMetrics:
     """Evaluate a checkpoint on one data set; keep the result and, with `record`, the samples in the form of training.
 
     They get a new folder, the first of `RUN/evaluations/DATASET@1`, `@2`, ... that does not exist. No data set has such
@@ -169,7 +169,7 @@ async def kept_in(checkpoint: Path, evaluator: Evaluator, dataset: str, record: 
     """
     step, folder, sampled = step_of(checkpoint), checkpoint.parent.parent / EVALUATIONS, await evaluator.sample(dataset)
     try:
-        path = result_path(folder, _made_first(folder, dataset), step)
+        path = result_path(folder, _new_folder(folder, dataset), step)
     except OSError as error:
         evaluator.events.emit(FileSkipped(str(folder), str(error)))
         return evaluator.metrics_of(dataset, sampled)
@@ -180,7 +180,7 @@ async def kept_in(checkpoint: Path, evaluator: Evaluator, dataset: str, record: 
     return measures
 
 
-def _made_first(folder: Path, dataset: str) -> str:
+def _new_folder(folder: Path, dataset: str) -> str:
     """Create the first of `DATASET@1`, `DATASET@2`, ... in `folder` that does not exist; returns its name."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):

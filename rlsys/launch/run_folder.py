@@ -23,12 +23,12 @@ _STEP = re.compile(rb'"step":(\d+)')
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts from."""
+    """Beginning of a run: a checkpoint, or the initial model."""
 
     checkpoint: Path | None
     """None: the initial model."""
     passed_over: Sequence[str] = ()
-    """What is wrong with the newer checkpoints that were passed over for it."""
+    """Problem of each newer checkpoint that was passed over for this one."""
 
 
 def start_of(config: Config) -> Start:

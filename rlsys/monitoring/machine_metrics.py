@@ -16,7 +16,7 @@ from rlsys.monitoring.machine_samples import MACHINE, MachineSample, last_sample
 READ_S = 5.0
 """Seconds between two looks at the samples; workers write them as often."""
 GONE_S = 60.0
-"""Age of a sample whose worker has ended, also in an earlier session of the run."""
+"""Age from which the worker of a sample counts as ended, also in an earlier session of the run."""
 _Value = Callable[[MachineSample], float | None]
 OF_WORKER: Mapping[str, _Value] = {
     "cpu": lambda sample: sample.cpu,

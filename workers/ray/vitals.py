@@ -40,7 +40,7 @@ SAMPLE_S = 5.0
 RUN_DIR: ContextVar[Path | None] = ContextVar("run_dir", default=None)
 """Folder of the run whose workers are started here; None: they write no files."""
 PREFIX: ContextVar[str] = ContextVar("prefix", default="")
-"""What the names of the files of these workers begin with."""
+"""Beginning of the names of these workers' files."""
 DRIVER = "driver"
 FOLDER, NAME = "RLSYS_RUN_DIR", "RLSYS_WORKER"
 """Variables in the environment of a worker."""

@@ -15,7 +15,15 @@ from rlsys.config.loader import load_sections
 from rlsys.config.schema import LimitsSection
 from rlsys.config.sections import EvalSection
 from rlsys.errors import CheckpointError, ConfigError, RlsysError
-from rlsys.launch.offline_commands import EXPORTED, evaluate, export, exported, kept_in, made_once, write_template
+from rlsys.launch.offline_commands import (
+    EXPORTED,
+    evaluate,
+    export,
+    exported,
+    made_once,
+    measure_and_keep,
+    write_template,
+)
 from rlsys.launch.preflight import check_code, rooted
 from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
@@ -145,7 +153,7 @@ def test_a_command_keeps_samples_beside_those_of_training(tmp_path: Path):
     checkpoint = tmp_path / "checkpoints" / "step_000004"
 
     async def twice() -> list[EvalMetrics]:
-        return [await kept_in(checkpoint, evaluator, "held_out", record) for _ in range(2)]
+        return [await measure_and_keep(checkpoint, evaluator, "held_out", record) for _ in range(2)]
 
     measures = run_virtual(twice())
     assert {path.read_text() for path in of_training.iterdir()} == {"of training"}
@@ -164,7 +172,7 @@ def test_a_command_keeps_samples_without_any_score(tmp_path: Path):
     world = FakeWorld(reward=lambda group_id, episode: None)
     evaluator, record = evaluator_on(world, EventRecorder()), world.workers().actor.record_evaluated
     with pytest.raises(RlsysError, match="no sample could be scored"):
-        run_virtual(kept_in(tmp_path / "checkpoints" / "step_000004", evaluator, "held_out", record))
+        run_virtual(measure_and_keep(tmp_path / "checkpoints" / "step_000004", evaluator, "held_out", record))
     (written,) = (tmp_path / "evaluations" / "held_out@1").iterdir()
     assert len(read_rollouts(written)) == 3
 
@@ -173,6 +181,6 @@ def test_a_command_measures_a_run_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "evaluations").write_text("a file where a folder should be")
     world, recorder = FakeWorld(), EventRecorder()
     evaluator, record = evaluator_on(world, recorder), world.workers().actor.record_evaluated
-    measured = run_virtual(kept_in(tmp_path / "checkpoints" / "step_000004", evaluator, "held_out", record))
+    measured = run_virtual(measure_and_keep(tmp_path / "checkpoints" / "step_000004", evaluator, "held_out", record))
     assert measured.num_tasks == 3
     assert [event.path for event in recorder.of(FileSkipped)] == [str(tmp_path / "evaluations")]
