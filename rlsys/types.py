@@ -20,6 +20,7 @@ from math import isfinite
 from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 from rlsys.number_arrays import FloatArray, IntArray
+from rlsys.util.printing import encodable
 
 Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
 
@@ -179,7 +180,7 @@ TRUNCATED = Outcome(OutcomeKind.TRUNCATED)
 
 def failed(reason: str) -> Outcome:
     """Return the outcome of a trajectory that is left out of training for this reason. It is never a reward of 0."""
-    return Outcome(OutcomeKind.FAILED, reason)
+    return Outcome(OutcomeKind.FAILED, encodable(reason))
 
 
 # ------------------------------------------------------------------------------------------------------------ payload

@@ -14,6 +14,7 @@ from rlsys.monitoring.events import (
     EngineChosen,
     EvalDone,
     Event,
+    EventLost,
     FileSkipped,
     FileStalled,
     GroupDropped,
@@ -154,7 +155,7 @@ class IndexedEvents:
                 level = "error"
             case EngineChosen(worker=worker) | WorkerRestarted(worker=worker):
                 pass
-            case AlertRaised() | FileSkipped() | FileStalled():
+            case AlertRaised() | EventLost() | FileSkipped() | FileStalled():
                 level = "warning"
             case RunEnded(reason="failed"):
                 level = "error"

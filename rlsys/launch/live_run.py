@@ -55,8 +55,8 @@ def train(
 
     `reward` replaces `reward.fn`: a function, the name of one, or a list of those, whose values are summed. `data` and
     `eval_data` replace `data.path` and `eval.data`; they are saved below `run.folder`, so that the run can be resumed.
-    `on_step` is called after each step; if it raises, that is reported once, and it is not called again. `progress`
-    shows the run on stderr, in a notebook as a chart too. A notebook's running event loop does not matter.
+    `on_step` is called after each step; only its first error is reported, and training goes on. `progress` shows the
+    run on stderr, in a notebook as a chart too. A notebook's running event loop does not matter.
 
     Ctrl-C once finishes the step, saves, and raises `Interrupted`; twice exits at once. Raises the `RlsysError` that
     ended the run, after writing it to the run directory.

@@ -14,11 +14,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, dataclass_transform
 
 from rlsys.types import Group, OutcomeKind, PolicyVersion
-from rlsys.util.printing import printable
+from rlsys.util.printing import encodable, printable
 
 if TYPE_CHECKING:
     from rlsys.contracts import Busy, RolledOut
@@ -352,6 +352,14 @@ class FileStalled(Event):
     num_lost: int
 
 
+class EventLost(Event):
+    """A sink could not process an event, and got this one in its place."""
+
+    lost: str
+    """Kind of that event."""
+    problem: str
+
+
 class AlertRaised(Event):
     """A problem of the run with its remedy; see `rlsys.monitoring.alerts`."""
 
@@ -388,7 +396,7 @@ ACTIVITIES: Mapping[str, str] = {
 
 
 class Sink(Protocol):
-    """Reader of events. A sink that raises is detached."""
+    """Reader of events. One that raises gets an `EventLost` in place of the event, and then the next event."""
 
     def handle(self, event: Event, time_s: float) -> None:
         """Process one event, emitted at `time_s` (Unix seconds). Called in order; must return quickly."""
@@ -400,11 +408,13 @@ class Sink(Protocol):
 class Events:
     """Event bus: stamps each event with the time and passes it to every sink, in order.
 
-    A sink that raises is reported once on stderr and detached, because observers must never stop training.
+    Texts may come from outside, such as the error of a reward function: they are made encodable here, for all sinks.
+    A sink that raises is reported once on stderr and gets the next event, because observers must never stop training.
     """
 
     def __init__(self, sinks: Iterable[Sink] = (), clock: Callable[[], float] = time.time) -> None:
         self._sinks, self._clock = list(sinks), clock
+        self._reported: list[Sink] = []
 
     def attach(self, sink: Sink) -> None:
         """Pass every event from now on to `sink`."""
@@ -416,9 +426,11 @@ class Events:
 
     def emit(self, event: Event) -> None:
         """Pass an event to every sink."""
-        time_s = self._clock()
+        event, time_s = _encodable(event), self._clock()
         for sink in tuple(self._sinks):
-            self._guarded(sink, lambda sink=sink: sink.handle(event, time_s))
+            if problem := self._guarded(sink, lambda sink=sink: sink.handle(event, time_s)):
+                lost = EventLost(event.kind, problem)
+                self._guarded(sink, lambda sink=sink, lost=lost: sink.handle(lost, time_s))
 
     def close(self) -> None:
         """Close every sink; idempotent."""
@@ -426,12 +438,27 @@ class Events:
             self._guarded(sink, sink.close)
         self._sinks.clear()
 
-    def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
+    def _guarded(self, sink: Sink, call: Callable[[], None]) -> str:
+        """Call a sink. Returns its error, empty if there is none; the first one of each sink goes to stderr."""
         try:
             call()
         except Exception as error:  # noqa: BLE001  (the boundary between training and observers)
-            self._sinks.remove(sink)
-            sys.stderr.write(printable(f"rlsys: {type(sink).__name__} is off for the rest of the run: {error!r}\n"))
+            if sink not in self._reported:
+                self._reported.append(sink)
+                sys.stderr.write(printable(f"rlsys: {type(sink).__name__} failed, and goes on: {error!r}\n"))
+            return encodable(repr(error))
+        return ""
+
+
+def _encodable(event: Event) -> Event:
+    changed = {name: text for name, value in vars(event).items() if (text := _encodable_value(value)) != value}
+    return replace(event, **changed) if changed else event
+
+
+def _encodable_value(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {encodable(str(name)): number for name, number in value.items()}
+    return encodable(value) if isinstance(value, str) else value
 
 
 SHORTEST_S = 0.001

@@ -81,7 +81,7 @@ class RolloutRow(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Open destination of a run. Its methods are called in order, from one thread. If one raises, the tracker stops."""
+    """Open destination of a run. Its methods are called in order, from one thread. If one raises, this call is lost."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a training step, or of an evaluation, which may arrive after later steps. A resumed run

@@ -17,6 +17,7 @@ from openai import AsyncOpenAI, OpenAIError
 from rlsys.errors import CannotScore
 from rlsys.rewards.reward_registry import JUDGE_TIMEOUT_S
 from rlsys.types import Prompt
+from rlsys.util.printing import encodable
 
 TEMPLATE = """\
 Judge the reply to a task. Say how good it is with one number from {lowest} (wrong) to {highest} (right).
@@ -131,7 +132,7 @@ class LlmJudge:
             raise CannotScore(
                 f"no reply from {self.base_url}, asked {self.retries + 1} times at most: {error}{cause}"
             ) from error
-        return (done.choices[0].message.content if done.choices else None) or ""
+        return encodable((done.choices[0].message.content if done.choices else None) or "")
 
     def _kept(self, asked: str) -> Path | None:
         """Return the cache file of a request, which may not exist."""

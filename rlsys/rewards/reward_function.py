@@ -33,6 +33,7 @@ import cloudpickle
 from rlsys.errors import CannotScore, ConfigError
 from rlsys.rewards.reward_registry import described, find
 from rlsys.types import Episode, Json, PolicyVersion, Score, Task
+from rlsys.util.printing import encodable
 
 ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id", "source", "episode")
 """Names that every function of one completion can request, for any columns. `ground_truth` is the answer if the row has
@@ -355,7 +356,7 @@ class _Logged:
     def extra(self, name: str, values: Sequence[object]) -> None:
         for own, value in zip(self.parts, values, strict=False):
             if isinstance(value, SupportsFloat) and math.isfinite(number := float(value)):
-                own[str(name)] = number
+                own[encodable(str(name))] = number
 
     def added_to(self, scores: Sequence[Score]) -> list[Score]:
         return [
@@ -432,7 +433,7 @@ def score_of(value: object) -> Score:
         score = score_of(value["score"])
         if score.value is None:
             return score
-        parts = {str(name): score_of(part).value for name, part in value.items() if name != "score"}
+        parts = {encodable(str(name)): score_of(part).value for name, part in value.items() if name != "score"}
         return Score(score.value, parts={name: part for name, part in parts.items() if part is not None})
     if value is None:
         return NOT_APPLICABLE

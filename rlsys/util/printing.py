@@ -1,8 +1,11 @@
-"""Foreign text in a terminal: text of data, models, tools and files, and errors that quote it."""
+"""Foreign text in terminals and files: text of data, models, tools and file names, and errors that quote it."""
 
 from __future__ import annotations
 
+import re
 from unicodedata import category
+
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
@@ -11,6 +14,11 @@ def printable(text: str) -> str:
     Everything that rlsys prints passes through here, except JSON, which escapes such characters.
     """
     return "".join(c if _is_shown(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def encodable(text: str) -> str:
+    """Replace each half of a surrogate pair by `\N{REPLACEMENT CHARACTER}`: UTF-8, and so JSON, has no form for it."""
+    return text if text.isascii() else _HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _is_shown(c: str) -> bool:

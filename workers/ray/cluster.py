@@ -248,7 +248,7 @@ def mark_semaphores() -> None:
 def _print_native(data: Mapping[str, Any], ignore_prefix: bool) -> None:
     """Print Ray's reports on the cluster, such as the end of the raylet's log, where native code writes, instead of on
     stdout."""
-    os.write(STDERR, "".join(f"{line}\n" for line in data["lines"]).encode())
+    os.write(STDERR, "".join(f"{line}\n" for line in data["lines"]).encode(errors="replace"))
 
 
 def _ensure_token() -> None:

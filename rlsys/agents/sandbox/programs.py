@@ -39,7 +39,7 @@ async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: 
     nowhere = asyncio.subprocess.DEVNULL
     try:
         with TemporaryFile() as given:
-            given.write(stdin.encode())
+            given.write(stdin.encode(errors="replace"))
             given.seek(0)
             async with capturing(tail) as stderr:
                 process = await asyncio.create_subprocess_exec(

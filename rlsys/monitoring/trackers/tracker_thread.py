@@ -32,9 +32,9 @@ class InThread:
         produces: calls of the tracker unblocked by: `handle`, `close`
 
     The bus only appends to a queue. A full queue drops its oldest event, so memory stays flat while the tracker hangs.
-    If the tracker raises, the error is written once to stderr and the tracker is off. An unreadable file of rollouts
-    costs the table of its step; only the first one is reported. The tracker starts when training begins: a run that
-    fails before that leaves nothing behind.
+    A tracker that raises loses this event and gets the next one; only its first error is written to stderr. One that
+    cannot start is off. An unreadable file of rollouts costs the table of its step; only the first one is reported. The
+    tracker starts when training begins: a run that fails before that leaves nothing behind.
     """
 
     def __init__(self, plugin: TrackerPlugin, run: RunFacts, *, most: int = 1000, patience_s: float = 10.0) -> None:
@@ -44,6 +44,7 @@ class InThread:
         self._queue: deque[Event] = deque(maxlen=most)
         self._news = threading.Condition()
         self._num_lost = 0
+        self._has_failed = False
         self._is_off = False
         self._has_told_of_table = False
         self._ended_s: float | None = None
@@ -100,6 +101,14 @@ class InThread:
                 self._pass_on(event, tracker)
 
     def _pass_on(self, event: Event, tracker: Tracker) -> None:
+        try:
+            self._call(event, tracker)
+        except BaseException as error:  # noqa: BLE001  (the boundary between training and trackers)
+            if not (self._has_failed or self._is_off):
+                self._has_failed = True
+                self._tell(f"failed at {event.kind}, and goes on: {error!r}")
+
+    def _call(self, event: Event, tracker: Tracker) -> None:
         match event:
             case StepDone() | EvalDone():
                 tracker.metrics(event.step, renamed(event.metrics, self._plugin.name_set))

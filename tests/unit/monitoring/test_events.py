@@ -1,15 +1,28 @@
-"""Event bus: every event is stamped and forwarded, and no sink can stop training."""
+"""Event bus: every event is stamped and forwarded, no sink can stop training, and no event can stop a sink."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlsys.monitoring.events import Event, Events, RunEnded, StepDone, WorkerRestarted
+from rlsys.monitoring.events import (
+    Event,
+    EventLost,
+    Events,
+    FileSkipped,
+    GroupScored,
+    RunEnded,
+    StepDone,
+    WorkerRestarted,
+)
 from rlsys.monitoring.metric_catalog import METRICS, undocumented
+from rlsys.monitoring.trackers.jsonl import JsonlSink
 
 
 class PartialStream:
@@ -27,12 +40,12 @@ class PartialStream:
 
 
 class Broken(PartialStream):
-    """A sink that raises from its second event on."""
+    """A sink that raises at every event of training."""
 
     def handle(self, event: Event, time_s: float) -> None:
-        super().handle(event, time_s)
-        if len(self.heard) > 1:
+        if isinstance(event, StepDone):
             raise OSError("disk full")
+        super().handle(event, time_s)
 
 
 def test_every_sink_hears_every_event_in_order_with_its_time() -> None:
@@ -46,16 +59,43 @@ def test_every_sink_hears_every_event_in_order_with_its_time() -> None:
     assert one.heard == other.heard == [(step, 100.0), (end, 101.0)]
 
 
-def test_a_sink_that_raises_is_named_once_and_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_raises_is_named_once_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     broken, sound = Broken(), PartialStream()
-    events = Events([broken, sound])
-    for step in range(4):
-        events.emit(StepDone(step, {}))
-    assert len(broken.heard) == 2
-    assert len(sound.heard) == 4
+    events = Events([broken, sound], clock=lambda: 0.0)
+    emitted = [StepDone(1, {}), StepDone(2, {}), RunEnded(2, "finished")]
+    for event in emitted:
+        events.emit(event)
+    lost = EventLost("step_done", "OSError('disk full')")
+    assert broken.heard == [(lost, 0.0), (lost, 0.0), (emitted[2], 0.0)]
+    assert sound.heard == [(event, 0.0) for event in emitted]
     said = capsys.readouterr()
-    assert said.err == "rlsys: Broken is off for the rest of the run: OSError('disk full')\n"
+    assert said.err == "rlsys: Broken failed, and goes on: OSError('disk full')\n"
     assert said.out == ""
+
+
+def written(folder: Path, *emitted: Event) -> list[dict[str, Any]]:
+    events = Events([JsonlSink(folder)])
+    for event in emitted:
+        events.emit(event)
+    events.close()
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_text_that_utf8_lacks_is_replaced_in_every_event(tmp_path: Path) -> None:
+    scored, skipped = written(
+        tmp_path,
+        GroupScored(1, "t", (None,), {"raised ValueError: \ud800": 8}),
+        FileSkipped("runs/\udcff.parquet", "no room for é"),
+    )
+    assert scored["failures"] == {"raised ValueError: \ufffd": 8}
+    assert (skipped["path"], skipped["problem"]) == ("runs/\ufffd.parquet", "no room for é")
+
+
+def test_an_event_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
+    lost, end = written(tmp_path, StepDone(1, {"loss": 2**64}), RunEnded(1, "finished"))
+    assert (lost["kind"], lost["lost"]) == ("event_lost", "step_done")
+    assert "64-bit" in lost["problem"]
+    assert end["kind"] == "run_ended"
 
 
 def test_closing_the_bus_closes_its_sinks_once() -> None:

@@ -21,6 +21,7 @@ from rlsys.monitoring.events import (
     CheckpointSaved,
     EngineChosen,
     EvalDone,
+    EventLost,
     FileSkipped,
     GroupDropped,
     GroupReissued,
@@ -353,6 +354,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
     sink.handle(SignalMissing(100, 1000, "group 9 has equal rewards: [0.0]"), 2.0)
     sink.handle(CheckpointSaved(8, "runs/7/checkpoints/step_8", 0.1), 3.0)
     sink.handle(WeightsPublished(8, "ab", 8, 8, 0.5, 0.25), 3.0)
+    sink.handle(EventLost("step_done", "TypeError('x')"), 3.0)
     measures = {"mean": 0.5, "mean_ci95": 0.125, "pass@1": 0.5, "pass@4": 0.75, "failed_frac": 0.0}
     sink.handle(EvalDone(8, "hard", "ab", 1.5, {f"eval/hard/{k}": v for k, v in measures.items()}), 3.0)
     sink.handle(EvalDone(8, "one", "ab", 1.5, {"eval/one/mean": 1.0}), 3.0)
@@ -367,6 +369,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
             "tasks. The last: group 9 has equal rewards: [0.0]"
         ),
         "checkpoint of step 8: runs/7/checkpoints/step_8",
+        "an event step_done is lost: TypeError('x')",
         "step 8 on hard: mean 0.500 ± 0.125, pass@1 0.500, pass@4 0.750 (1.5 s)",
         "step 8 on one: mean 1.000 (1.5 s)",
         "finished after step 8",

@@ -175,6 +175,17 @@ def test_a_rollout_record_joins_payload_judgement_and_advantages() -> None:
     assert record.advantages == ((0.7,), (None,), (-0.7,))
 
 
+def test_a_failure_that_utf8_lacks_is_recorded(tmp_path: Path) -> None:
+    payload = (said("right"), said("broke"))
+    group = group_of(payload).with_scores((Score(1.0), Score(None, "raised ValueError: \ud800")))
+    write_groups(groups := tmp_path / "groups.jsonl", [GroupRecord(group, payload)])
+    record = RolloutRecord.of(7, Task(id="t", prompt="p"), group, payload, [TrajectoryAdvantage(0, 0, 0.5)])
+    write_rollouts(path := tmp_path / "s.parquet", [record])
+    ((read,), (found,)) = read_rollouts(path), read_groups(groups)
+    outcomes = [read.episodes[1].trajectories[0].outcome, found.group.episodes[1].trajectories[0].outcome]
+    assert outcomes == [failed("raised ValueError: \ufffd")] * 2
+
+
 def test_any_reader_of_parquet_finds_episodes_by_what_they_got(tmp_path: Path) -> None:
     payload = (said("right"), said("wrong"))
     group = group_of(payload).with_scores((Score(1.0), Score(0.0)))

@@ -182,6 +182,12 @@ def test_what_was_asked_once_is_kept_on_disk(server: Server, tmp_path: Path) -> 
     assert {json.loads(file.read_text())["reply"] for file in files} == {"0.25", "0.75"}
 
 
+def test_a_reply_that_utf8_lacks_is_read_and_cached(server: Server, tmp_path: Path) -> None:
+    server.replies = ["half \ud800\n0.5"]
+    assert [scores(server.url, "x", cache=str(tmp_path))[0].value for _ in range(2)] == [0.5, 0.5]
+    assert len(server.asked) == 1
+
+
 def test_completions_of_a_group_are_asked_about_together(server: Server) -> None:
     assert [score.value for score in scores(server.url, *map(str, range(8)))] == [1.0] * 8
     assert len(server.asked) == 8

@@ -153,6 +153,7 @@ def test_a_function_says_itself_why_it_cannot_judge(scores) -> None:
         ([1.0], Score(None, "returned [1.0] (list), not a number")),
         (10**400, Score(None, f"returned {'1' + '0' * 56}... (int), not a number")),
         ({"score": 1, "acc": True, "pred": "12", "nan": math.nan}, Score(1.0, parts={"acc": 1.0})),
+        ({"score": 1, "\ud800": 2}, Score(1.0, parts={"\ufffd": 2.0})),
         ({"score": math.nan}, Score(None, "returned nan")),
         ({"score": None, "acc": 1}, NOT_APPLICABLE),
         ({"acc": 1}, Score(None, "returned {'acc': 1} (dict), which has no `score`")),

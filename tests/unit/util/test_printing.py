@@ -10,7 +10,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from rlsys.cli import app
-from rlsys.util.printing import printable
+from rlsys.util.printing import encodable, printable
 
 ATTACK = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202egnp\r\u200b\ud800"
 SAFE = "�[31mred�]0;title��1m�gnp���"
@@ -23,7 +23,11 @@ def test_what_a_terminal_would_obey_is_replaced() -> None:
 
 def test_text_of_any_language_is_unchanged() -> None:
     text = "é 数\u3000学\u00a0🙂\n\tالعربية"
-    assert printable(text) == text
+    assert printable(text) == encodable(text) == text
+
+
+def test_half_a_surrogate_pair_is_replaced() -> None:
+    assert encodable("\x1b \ud800\udc00 \udfff") == "\x1b \ufffd\ufffd \ufffd"
 
 
 def test_inspected_data_cannot_control_the_terminal(tmp_path: Path) -> None:
