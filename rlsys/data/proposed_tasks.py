@@ -97,8 +97,12 @@ class ProposedTasks:
 
 
 def proposed_task(row: Mapping[str, Json]) -> Task:
-    """Convert a proposed row to a task. Raises `DataError` for a row that is none."""
+    """Convert a proposed row to a task. Raises `DataError` for a row that is none, or that a checkpoint cannot keep."""
     own = dict(row)
+    try:
+        orjson.dumps(own)
+    except orjson.JSONEncodeError as error:
+        raise DataError(f"a proposed task cannot be written as JSON: {error}; propose plain values") from None
     try:
         return task_of(own, sniff([own]))
     except RowProblem as problem:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.data.proposed_tasks import ProposedTasks
+from rlsys.data.proposed_tasks import ProposedTasks, proposed_task
 from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import DataError
@@ -83,3 +83,9 @@ def test_a_stream_resumed_from_its_state_equals_an_uninterrupted_one(before, aft
 def test_a_row_that_is_no_task_is_refused():
     with pytest.raises(DataError, match=r"a proposed task cannot be used: .*prompt"):
         ProposedTasks("made").add({"answer": "4"})
+
+
+@pytest.mark.parametrize("row", [{"id": "\ud800"}, {"tools": {1}}])
+def test_a_row_that_no_checkpoint_can_keep_is_refused(row):
+    with pytest.raises(DataError, match=r"a proposed task cannot be written as JSON: .*; propose plain values"):
+        proposed_task({"prompt": "2 + 2?", **row})
