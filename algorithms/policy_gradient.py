@@ -28,6 +28,8 @@ from rlsys.util.deviation import deviation
 if TYPE_CHECKING:
     from torch import Tensor
 
+UNCLIPPED_STALENESS = 2
+"""Staleness up to which `tis` in place of the clip cost no reward that could be measured; see docs/stability.md."""
 Place: TypeAlias = tuple[int, int]
 """Index of an episode in its group, and of a trajectory in that episode."""
 
@@ -345,6 +347,19 @@ class ClippedSurrogate:
             yield f"dual_clip: should be more than 1 + clip_high, {1 + self.clip_high:g} (got {self.dual_clip:g})"
         if self.proximal == "interpolated" and not carries_ratio(self.correction):
             yield "proximal: interpolated acts only with a weight among correction, such as tis"
+
+    def staleness_caution(self, staleness: int, num_updates: int) -> str:
+        """Return a caution for `tis` alone, unless it is this algorithm's recipe: with one update a step the ratio is
+        then 1, and nothing is clipped."""
+        is_chosen = [c.type for c in self.correction] == ["tis"] and self.correction != type(self).correction
+        is_unclipped = is_chosen and num_updates == 1 and self.proximal == "recomputed"
+        if not is_unclipped or staleness <= UNCLIPPED_STALENESS:
+            return ""
+        return (
+            f"asynchrony.max_staleness: {staleness} is more than {type(self).__name__} with correction tis learns as "
+            f"well from ({UNCLIPPED_STALENESS}): tis takes the place of the clip, and the run may end lower; set "
+            f"algorithm.correction to none, or this to {UNCLIPPED_STALENESS} or less"
+        )
 
     def proximal_logprobs(self, logprobs_N: Tensor, batch: LossInputs) -> Tensor:
         """Recompute or interpolate: the version of the step is v_prox, that of the policy after it v_theta = v_prox +

@@ -182,6 +182,11 @@ class Algorithm:
         any."""
         return 0
 
+    def staleness_caution(self, staleness: int, num_updates: int) -> str:
+        """Return what tokens of this staleness, safe as they are, cost with `num_updates` updates a step, and the
+        remedy; empty if nothing is known."""
+        return ""
+
     @property
     def aggregation(self) -> Aggregation:
         return Aggregation()

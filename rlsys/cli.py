@@ -357,8 +357,11 @@ def profile(
 @config_app.command(context_settings=OVERRIDES)
 def check(job: Job) -> None:
     """List every problem of a configuration; exit 2 if there is any."""
-    _load(job)
+    config = _load(job)
     typer.echo("the configuration is valid")
+    for own in config.trained.values() or [config]:
+        if own.staleness_caution:
+            _say(f"caution: {own.staleness_caution}")
 
 
 @config_app.command(context_settings=OVERRIDES)

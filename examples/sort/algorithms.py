@@ -1,10 +1,12 @@
 """Train the tiny policy with several algorithms, seeds and staleness bounds, one after the other; print a table.
 
     python -m examples.sort.algorithms --algorithms grpo,ppo,kto --seeds 0,1,2 --staleness 0,4
+    python -m examples.sort.algorithms --algorithms grpo --seeds 0,1 --staleness 2,4,8 algorithm.correction=tis
 
-Each run is `rlsys train examples/sort/run.yaml algorithm.type=NAME`, with the seed, its model and its data, and
-`asynchrony.max_staleness`; nothing else is changed. A run takes a few minutes. Every finished run is a line of the file
-`--out`. Runs already in that file are skipped, so that an interrupted study can continue.
+Each run is `rlsys train examples/sort/run.yaml algorithm.type=NAME`, with the seed, its model and its data,
+`asynchrony.max_staleness`, and the overrides that are given; nothing else is changed. A run takes a few minutes. Every
+finished run is a line of the file `--out`. Runs already in that file are skipped, so that an interrupted study can
+continue.
 
 A Markdown table goes to stdout, and all figures as JSON to its last line. CPU-seconds are those of every process, from
 the command to the end of the last step.
@@ -59,6 +61,8 @@ if __name__ == "__main__":
     parser = COMPARISON.parser(__doc__, steps=150)
     parser.add_argument("--algorithms", default="grpo,ppo,kto", help="names of installed algorithms")
     parser.add_argument("--staleness", default="0,4", help="values of asynchrony.max_staleness")
+    parser.add_argument("overrides", nargs="*", help="of every run")
     options = parser.parse_args()
     cases = product(options.algorithms.split(","), options.staleness.split(","))
-    COMPARISON.show({(a, s): (f"algorithm.type={a}", f"asynchrony.max_staleness={s}") for a, s in cases}, options)
+    own = options.overrides
+    COMPARISON.show({(a, s): (f"algorithm.type={a}", f"asynchrony.max_staleness={s}", *own) for a, s in cases}, options)

@@ -35,6 +35,8 @@ class Plan:
     """CPUs that Ray reserves, over all workers."""
     num_gpus: float
     roles: tuple[Role, ...]
+    caution: str = ""
+    """What this staleness costs with this algorithm; empty if nothing."""
     policies: tuple[tuple[str, Plan | None], ...] = ()
     """Name and plan of each of several policies; None if frozen. The figures above then belong to no policy."""
 
@@ -53,6 +55,8 @@ class Plan:
         """Lines on the training batch and the staleness bound."""
         yield f"{self.steps} steps of {self.samples_per_step} samples"
         yield f"{self.permits} groups in the pipe at most, so no token is more than {self.max_staleness} steps stale"
+        if self.caution:
+            yield f"caution: {self.caution}"
 
 
 def plan_of(config: Config) -> Plan:
@@ -69,6 +73,7 @@ def plan_of(config: Config) -> Plan:
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         roles=roles,
+        caution=config.staleness_caution,
         policies=tuple((name, plan_of(trained[name]) if name in trained else None) for name in config.policies),
     )
 

@@ -719,6 +719,11 @@ class Config(Section):
         return self.asynchrony.bound(self.train.groups_per_step)
 
     @property
+    def staleness_caution(self) -> str:
+        """What this staleness costs with this algorithm although it is safe, and the remedy; empty if nothing."""
+        return self.algorithm.staleness_caution(self.staleness_bound, self.train.updates_per_step)
+
+    @property
     def samples_per_step(self) -> int:
         """Episodes of one step."""
         return self.train.groups_per_step * self.algorithm.group_size

@@ -11,6 +11,7 @@ import orjson
 from rlsys.dashboard.groups import RewardRange
 from rlsys.monitoring.events import (
     AlertRaised,
+    CautionRaised,
     EngineChosen,
     EvalDone,
     Event,
@@ -155,7 +156,7 @@ class IndexedEvents:
                 level = "error"
             case EngineChosen(worker=worker) | WorkerRestarted(worker=worker):
                 pass
-            case AlertRaised() | EventLost() | FileSkipped() | FileStalled():
+            case AlertRaised() | CautionRaised() | EventLost() | FileSkipped() | FileStalled():
                 level = "warning"
             case RunEnded(reason="failed"):
                 level = "error"

@@ -34,6 +34,7 @@ from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jo
 from rlsys.loop.population import Meetings
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
+    CautionRaised,
     CheckpointPassedOver,
     EngineChosen,
     Event,
@@ -231,6 +232,8 @@ class PolicyRun:
         events.attach(AlertSink(events, config.alerts))
         for problem in start.passed_over:
             events.emit(CheckpointPassedOver(problem))
+        if config.staleness_caution:
+            events.emit(CautionRaised(config.staleness_caution))
         return cls(config, start.checkpoint, events, result)
 
 

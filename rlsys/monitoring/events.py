@@ -75,6 +75,12 @@ class TransportChosen(Event):
     reason: str
 
 
+class CautionRaised(Event):
+    """A setting is valid, and may cost reward; with the remedy."""
+
+    sentence: str
+
+
 class DataChanged(Event):
     """Change of the sources of data since the checkpoint that a run resumes from."""
 

@@ -168,6 +168,8 @@ def note_of(event: events.Event) -> str | None:
             return f"{worker} generates with {engine}: {reason}"
         case events.TransportChosen(policy=policy, transport=transport, reason=reason):
             return f"weights of {policy} travel through {transport.replace('_', ' ')}: {reason}"
+        case events.CautionRaised(sentence=sentence):
+            return f"caution: {sentence}"
         case events.DataChanged(detail=detail):
             return f"data: {detail}"
         case events.GroupDropped(group_id=group_id, task_id=task_id, reason=reason, detail=detail):

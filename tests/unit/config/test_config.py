@@ -428,6 +428,25 @@ def test_staleness_beyond_the_limit_of_the_algorithm_is_refused(tmp_path: Path):
     assert "set it to 1 or less" in line
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_cautioned"),
+    [
+        (["algorithm.correction=tis", "asynchrony.max_staleness=4"], True),
+        (["algorithm.correction=tis", "asynchrony.max_staleness=2"], False),
+        (["algorithm.correction=none", "asynchrony.max_staleness=4"], False),
+        (["algorithm.correction=[geometric, tis]", "asynchrony.max_staleness=4"], False),
+        (["algorithm={correction: tis, proximal: interpolated}", "asynchrony.max_staleness=4"], False),
+        (["algorithm.correction=tis", "train.updates_per_step=2", "asynchrony.max_staleness=4"], False),
+        (["algorithm.type=dart", "asynchrony.max_staleness=4"], False),
+    ],
+)
+def test_staleness_without_any_clip_is_cautioned(tmp_path: Path, keys: list[str], is_cautioned: bool):
+    config = Config.load(write(tmp_path, MINIMAL), keys)
+    cautions = [line for line in plan_of(config).lines() if line.startswith("caution: asynchrony.max_staleness: 4 ")]
+    assert len(cautions) == is_cautioned
+    assert all("set algorithm.correction to none, or this to 2 or less" in line for line in cautions)
+
+
 @pytest.mark.slow
 @given(
     lr=st.floats(1e-12, 1, exclude_min=True),

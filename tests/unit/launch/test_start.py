@@ -13,9 +13,9 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
-from rlsys.launch.run_folder import checkpoint_of, start_of
+from rlsys.launch.run_folder import Start, checkpoint_of, start_of
 from rlsys.launch.run_lock import LOCK, locked
-from rlsys.launch.train_run import link_logs
+from rlsys.launch.train_run import PolicyRun, link_logs
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.testing import EventRecorder
@@ -108,3 +108,11 @@ def test_logs_that_cannot_be_linked_end_nothing(tmp_path: Path):
     link_logs(tmp_path, tmp_path / "session", Events([recorder]))
     (skipped,) = recorder.of(FileSkipped)
     assert skipped.path == str(tmp_path / "logs" / "ray")
+
+
+def test_a_caution_on_staleness_is_the_first_event(tmp_path: Path):
+    keys = [f"run.folder={tmp_path}", "run.name=sums", "run.steps=9", "model.path=m", "data.path=d"]
+    config = Config.load([], [*keys, "algorithm.correction=tis", "asynchrony.max_staleness=4"])
+    PolicyRun.of(config, Start(None), 0.0, progress=False).events.close()
+    (event,) = map(json.loads, (tmp_path / "sums" / "events.jsonl").read_text().splitlines())
+    assert (event["kind"], event["sentence"]) == ("caution_raised", config.staleness_caution)

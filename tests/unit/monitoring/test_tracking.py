@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlsys.monitoring.events import (
+    CautionRaised,
     CheckpointSaved,
     EngineChosen,
     EvalDone,
@@ -355,6 +356,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
     sink.handle(CheckpointSaved(8, "runs/7/checkpoints/step_8", 0.1), 3.0)
     sink.handle(WeightsPublished(8, "ab", 8, 8, 0.5, 0.25), 3.0)
     sink.handle(EventLost("step_done", "TypeError('x')"), 3.0)
+    sink.handle(CautionRaised("asynchrony.max_staleness: 4 is more"), 3.0)
     measures = {"mean": 0.5, "mean_ci95": 0.125, "pass@1": 0.5, "pass@4": 0.75, "failed_frac": 0.0}
     sink.handle(EvalDone(8, "hard", "ab", 1.5, {f"eval/hard/{k}": v for k, v in measures.items()}), 3.0)
     sink.handle(EvalDone(8, "one", "ab", 1.5, {"eval/one/mean": 1.0}), 3.0)
@@ -370,6 +372,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
         ),
         "checkpoint of step 8: runs/7/checkpoints/step_8",
         "an event step_done is lost: TypeError('x')",
+        "caution: asynchrony.max_staleness: 4 is more",
         "step 8 on hard: mean 0.500 ± 0.125, pass@1 0.500, pass@4 0.750 (1.5 s)",
         "step 8 on one: mean 1.000 (1.5 s)",
         "finished after step 8",
