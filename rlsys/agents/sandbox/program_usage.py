@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: `struct ucred` of unix(7)
+_ENDED = (FileNotFoundError, ProcessLookupError, PermissionError)
+"""Errors of `/proc/PID` of a process that has ended or is ending: the kernel then gives its private files to root."""
 
 
 @dataclass
@@ -67,29 +69,47 @@ class StoredFiles:
         if self._root is None:
             try:
                 self._root = os.open(f"/proc/{pid}/root{self.folder}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            except (FileNotFoundError, ProcessLookupError):  # it has ended
+            except _ENDED:
                 return 0, 0
         system = os.fstatvfs(self._root)
         return system.f_files - system.f_ffree - 1, (system.f_blocks - system.f_bfree) * system.f_frsize
+
+
+@dataclass
+class WrittenBytes:
+    """Bytes that a program has written by system calls, or, if more, to disks by these and through mapped memory.
+
+    The file with the counts stays open, because nobody but root can open it once the program's main thread has ended.
+    Other threads may go on writing then.
+    """
+
+    _counts: int | None = field(default=None, init=False)
+    _last: int = field(default=0, init=False)
+
+    def close(self) -> None:
+        if self._counts is not None:
+            os.close(self._counts)
+
+    def count(self, pid: int) -> int:
+        """Number of bytes; that of the last look if the program has ended, or is ending."""
+        try:
+            if self._counts is None:
+                self._counts = os.open(f"/proc/{pid}/io", os.O_RDONLY | os.O_CLOEXEC)
+            lines = os.pread(self._counts, 4096, 0).decode().splitlines()  # `wchar: 12`, see proc(5)
+        except _ENDED:
+            return self._last
+        counts = {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
+        self._last = max(counts["wchar"], counts["write_bytes"])
+        return self._last
 
 
 def num_threads(pid: int) -> int:
     """Threads of a process; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()  # `PID (NAME) STATE ...`, see proc(5)
-    except (FileNotFoundError, ProcessLookupError):
+    except _ENDED:
         return 0
     return int(status.rpartition(")")[2].split()[17])
-
-
-def num_written(pid: int) -> int:
-    """Bytes that a process has written by system calls, or, if more, to disks by these and through mapped memory."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()  # `wchar: 12`, see proc(5)
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    counts = {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
-    return max(counts["wchar"], counts["write_bytes"])
 
 
 def _counted_by_name(folder: str, most: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ from pydantic import Field
 
 from rlsys.agents.sandbox import bubblewrap
 from rlsys.agents.sandbox.bubblewrap import BubblewrapUnusable
-from rlsys.agents.sandbox.program_usage import LauncherReport, StoredFiles, num_threads, num_written
+from rlsys.agents.sandbox.program_usage import LauncherReport, StoredFiles, WrittenBytes, num_threads
 from rlsys.agents.sandbox.programs import CapturedOutput, capturing
 from rlsys.agents.tools import Tool, tool
 from rlsys.errors import SandboxError, ToolError
@@ -72,6 +72,8 @@ _GRACE_S = 5.0
 """Seconds between the program's deadline, which normally ends it, and the tool's."""
 _LOOK_S = 0.05
 """Seconds between two checks of a program's use."""
+_FIRST_LOOK_S = 0.005
+"""The same until the launcher has reported: less than the start of an interpreter, which follows."""
 _SPARE_MB = 8
 """Room in a folder in memory beyond `ProgramLimits.total_mb`, so that a check can see the excess."""
 _REASON_CHARS = 500
@@ -159,9 +161,12 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
     report, told = LauncherReport.pair()
     with report.receiver, told:
         async with _folder(code) as folder:
-            with closing(StoredFiles(folder, limits.files, is_apart=bwrap is not None)) as stored:
+            with (
+                closing(StoredFiles(folder, limits.files, is_apart=bwrap is not None)) as stored,
+                closing(WrittenBytes()) as written,
+            ):
                 async with _started(folder, stdin, told, output, limits, bwrap) as process:
-                    exceeded = await _exceeded(process, report, stored, output, limits)
+                    exceeded = await _exceeded(process, report, stored, written, output, limits)
         report.look()
     assert process.returncode is not None
     text = output.kept.replace(os.fsencode(folder + os.sep), b"").decode(errors="replace")
@@ -262,18 +267,21 @@ async def _exceeded(
     process: asyncio.subprocess.Process,
     report: LauncherReport,
     stored: StoredFiles,
+    written: WrittenBytes,
     output: CapturedOutput,
     limits: ProgramLimits,
 ) -> Watched | None:
     """Wait for the program; return the limit for which it has to be killed, or None if it has ended.
 
     Waits for the program's end; unblocked by the deadline, by cancellation and, at the next check, by an exceeded
-    limit. No limit of the kernel counts the files or the written bytes of a process, so they are polled.
+    limit. No limit of the kernel counts the files or the written bytes of a process, so they are polled. The first look
+    comes soon, because a program can hide its written bytes from a later one.
     """
     now = asyncio.get_running_loop().time
     deadline, ended = now() + limits.wall_s, asyncio.create_task(process.wait())
     while now() < deadline:
-        await asyncio.wait((ended,), timeout=min(_LOOK_S, deadline - now()))
+        pause_s = _FIRST_LOOK_S if report.pid is None else _LOOK_S
+        await asyncio.wait((ended,), timeout=min(pause_s, deadline - now()))
         if ended.done():
             return None
         if output.num_bytes > limits.file_mb << 20:
@@ -286,7 +294,7 @@ async def _exceeded(
         num_files, num_bytes = stored.count(report.pid)
         if num_files > limits.files:
             return "files"
-        if max(num_bytes, num_written(report.pid)) > limits.total_mb << 20:
+        if max(num_bytes, written.count(report.pid)) > limits.total_mb << 20:
             return "total_mb"
     return "wall_s"
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ import pytest
 
 from rlsys.agents.sandbox import confinement as confined
 from rlsys.agents.sandbox import python_sandbox as sandbox
+from rlsys.agents.sandbox.program_usage import StoredFiles, WrittenBytes, num_threads
 from rlsys.agents.sandbox.python_sandbox import ProgramLimits, PythonResult, python_tool, run_python
 from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
@@ -170,6 +172,40 @@ def test_the_bytes_that_it_writes_are_limited_in_total(how: str):
 def is_full(result: PythonResult) -> bool:
     """Did the program fill its folder in memory before a check saw it?"""
     return "No space left on device" in result.output or result.exit_code == -signal.SIGBUS
+
+
+def test_a_thread_that_outlives_the_main_one_is_still_counted():
+    code = """
+import ctypes, threading, time
+def write():
+    time.sleep(0.5)
+    while True:
+        with open("f", "wb") as file:
+            file.write(bytes(1 << 20))
+threading.Thread(target=write).start()
+time.sleep(0.3)  # until a check has seen the program
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    result = ran(code, limits=ProgramLimits(wall_s=20, total_mb=30))
+    assert result.exceeded == "total_mb" or is_full(result)
+
+
+def test_what_an_ended_process_used_is_what_was_read_last():
+    code = "import sys; print('x' * 1000, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process, closing(WrittenBytes()) as written:
+        assert process.stdin and process.stdout
+        process.stdout.readline()
+        before = written.count(process.pid)
+        assert 1000 < before < 10_000
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with closing(WrittenBytes()) as late, closing(StoredFiles("/tmp", 10, is_apart=True)) as stored:
+            assert late.count(process.pid) in (0, before)
+            assert stored.count(process.pid) == (0, 0)
+        assert num_threads(process.pid) <= 1
+        process.wait()
+        assert (written.count(process.pid), num_threads(process.pid)) == (before, 0)
 
 
 UNCOUNTED = {

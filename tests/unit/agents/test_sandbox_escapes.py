@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +25,7 @@ from rlsys.agents.sandbox import bubblewrap, confinement
 from rlsys.agents.sandbox.python_sandbox import ProgramLimits, run_python
 from tests.processes import requires_bubblewrap
 
+ROOT = Path(__file__).parents[3]
 NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"
 """An interpreter that every user of this machine can start; this one may be in a private folder."""
@@ -303,3 +305,37 @@ time.sleep(600)
 """
     result = asyncio.run(run_python(code, limits=ProgramLimits(wall_s=0.5)))
     assert result.is_timeout and result.exit_code == -9 and result.seconds < 10
+
+
+def as_nobody(home: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user without powers, with the packages of this process. `env` ends with 126 if the user cannot
+    reach the program."""
+    folders = f"{ROOT}:{Path(pytest.__file__).parents[1]}"
+    environment = {"PATH": os.environ["PATH"], "HOME": home, "TMPDIR": home, "PYTHONPATH": folders}
+    who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    return subprocess.run(
+        ["env", "PYTHONDONTWRITEBYTECODE=1", *command],
+        check=False,
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        **who,
+    )
+
+
+@pytest.mark.slow
+def test_the_suite_passes_as_another_user_too():
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    suite = [ROOT / "tests/unit/agents/test_sandbox.py", __file__]
+    options = ["-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
+    whole = ["-k", "not numpy and not encodable"]  # those need this interpreter's packages, or its version
+    imports = "import pytest, tests.conftest, tests.processes, rlsys.agents.sandbox.python_sandbox"
+    with TemporaryDirectory() as home:
+        os.chown(home, NOBODY, NOBODY)
+        usable = (p for p in (sys.executable, SYSTEM_PYTHON) if as_nobody(home, p, "-c", imports).returncode == 0)
+        if (python := next(usable, None)) is None:
+            pytest.skip("another user has no interpreter for these packages, or cannot read them")
+        ran = as_nobody(home, python, "-m", "pytest", *options, *whole, *suite)
+    assert ran.returncode == 0, ran.stdout
