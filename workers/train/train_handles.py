@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec
 
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Published, TrainedGroup, TrainStats
+from rlsys.contracts import Files, Published, TrainedGroup, TrainStats
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import unless
@@ -203,12 +203,13 @@ class RanksHandle(Generic[R]):
         stats = await asyncio.gather(*steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         await self._all(Rank.save, folder)
-        return self._written()
+        return self._finish_save()
 
-    async def _written(self) -> None:
-        await asyncio.gather(*(rank.beside(Rank.finish_save) for rank in self._ranks))
+    async def _finish_save(self) -> Files:
+        of_ranks = await asyncio.gather(*(rank.beside(Rank.finish_save) for rank in self._ranks))
+        return {name: num_bytes for files in of_ranks for name, num_bytes in files.items()}
 
     def _by_batch(self) -> list[tuple[int, Remote[R]]]:
         """Return every rank with the number of its batches in the plan of a step."""
@@ -277,8 +278,8 @@ class ActorHandle(RanksHandle[ActorRank]):
         assert self.recorder is not None, "a run that records has one"
         await self.recorder.write_evaluated(path, version, evaluated)
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
+        return await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
 
     async def load_groups(self, path: Path) -> list[Group]:
         bare, (chunk,) = await self._ranks[0].split(ActorRank.load_groups, 1, path)
