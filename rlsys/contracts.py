@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
 from rlsys.algorithm import Signal, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rlsys.config import Config
 
 T = TypeVar("T")
+Files: TypeAlias = Mapping[str, int]
+"""Sizes in bytes of the files that workers report as written, by their paths in the folder that they were given."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,11 @@ class TrainedModel(Protocol):
         before the failed update is stepped; never `PayloadLost`.
         """
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         """Save weights and optimizer into `folder`, in two parts.
 
         Returns once they are copied to host memory: the next step may change them. The result is awaited until the
-        copy is on disk. Raises `CheckpointError` in either part.
+        copy is on disk, and lists the files of all ranks. Raises `CheckpointError` in either part.
         """
 
     async def retune(self, config: Config) -> None:
@@ -288,9 +290,11 @@ class Actor(TrainedModel, Protocol):
         Raises `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
         """
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        """Write finished groups with their payloads, for `load_groups`. Raises `PayloadLost` before writing. May run
-        beside a step."""
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
+        """Write finished groups with their payloads, for `load_groups`; return the size of the file in bytes.
+
+        Raises `PayloadLost` before writing. May run beside a step.
+        """
 
     async def load_groups(self, path: Path) -> list[Group]:
         """Read the file of `save_groups`; payloads go back into the object store."""

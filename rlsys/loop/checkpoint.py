@@ -43,7 +43,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from xxhash import xxh3_128
 
 from rlsys.algorithm import Signal, TrajectoryAdvantage
-from rlsys.contracts import Workers
+from rlsys.contracts import Files, Workers
 from rlsys.errors import CheckpointError, DataError, WorkerError
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.task_ledger import LedgerState
@@ -124,12 +124,12 @@ class Checkpoints:
         return is_due
 
     async def save(
-        self, step: int, state: DriverState, begin: Callable[[Path], Awaitable[Awaitable[None]]]
+        self, step: int, state: DriverState, begin: Callable[[Path], Awaitable[Awaitable[Files]]]
     ) -> Coroutine[None, None, Path]:
         """Save `state` and the files of `begin(folder)`, in two parts like it.
 
         Returns once `begin` has; the result is awaited until all is on disk, and is the folder. Raises
-        `CheckpointError` in either part; earlier checkpoints stay.
+        `CheckpointError` in either part, also if a reported file is missing; earlier checkpoints stay.
         """
         partial = (self.folder / STEP.format(step)).with_suffix(".tmp")
         with self._lost(step, partial):
@@ -139,15 +139,15 @@ class Checkpoints:
         self._begun = step
         return self._finish(step, state, partial, written)
 
-    async def _finish(self, step: int, state: DriverState, partial: Path, written: Awaitable[None]) -> Path:
+    async def _finish(self, step: int, state: DriverState, partial: Path, written: Awaitable[Files]) -> Path:
         with self._lost(step, partial):
-            await written
-            final = await asyncio.to_thread(self._complete, state, partial)
+            final = await asyncio.to_thread(self._complete, state, partial, await written)
         self.last_saved = step
         return final
 
-    def _complete(self, state: DriverState, partial: Path) -> Path:
+    def _complete(self, state: DriverState, partial: Path, files: Files) -> Path:
         final = partial.with_suffix("")
+        check_seen(partial, files)
         (partial / STATE).write_bytes(_STATE.dump_json(state, indent=1))
         write_manifest(partial)
         flush(partial, partial.iterdir())
@@ -166,10 +166,11 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             last = find_latest(self.folder)
             free = shutil.disk_usage(self.folder if self.folder.exists() else Path("/")).free / 2**30
+            remedy = "Go on" if isinstance(error, _NotShared) else "Make room, then go on"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.folder} ({free:.1f} GiB free): {error}; "
                 f"{f'the last good one is {last}' if last else 'none was saved before'}. "
-                "Make room, then go on with run.resume=auto"
+                f"{remedy} with run.resume=auto"
             ) from error
         except WorkerError:
             shutil.rmtree(partial, ignore_errors=True)
@@ -364,27 +365,37 @@ def _check_sense(state: DriverState) -> None:
         raise ValueError("a pending group has no episodes")
 
 
-def check_written(folder: Path) -> None:
-    """Raise `CheckpointError` if `folder` holds no file from the ranks, which may run on other machines."""
-    if not any(path.is_file() for path in folder.rglob("*")):
-        raise CheckpointError(f"the ranks wrote to {folder}, but not where the driver sees it: share run.folder")
+class _NotShared(CheckpointError):
+    """A file that a rank reports, and that is not where the driver reads it."""
 
 
-async def save_models(workers: Workers, folder: Path) -> Awaitable[None]:
+def check_seen(folder: Path, files: Files) -> None:
+    """Raise `CheckpointError` unless `folder` has all files that the ranks report: they may run on other machines."""
+    for name, num_bytes in sorted(files.items()):
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != num_bytes:
+            problem = "is missing" if size is None else f"has {size} bytes"
+            raise _NotShared(
+                f"{path} {problem}, and a rank wrote {num_bytes} bytes to it: "
+                "let run.folder be a folder that all machines share"
+            )
+
+
+async def save_models(workers: Workers, folder: Path) -> Awaitable[Files]:
     """Save actor, and critic if there is one, into `folder`: see `TrainedModel.save`. Raises `CheckpointError`."""
-    written: list[Awaitable[None]] = []
+    written: dict[str, Awaitable[Files]] = {}
     try:
         for name, model in workers.models.items():
-            written.append(await model.save(folder / name))
+            written[name] = await model.save(folder / name)
     except BaseException:
-        for writing in written:
+        for writing in written.values():
             asyncio.ensure_future(writing).cancel()
         raise
 
-    async def finish() -> None:
-        await asyncio.gather(*written)
-        for name in workers.models:
-            check_written(folder / name)
+    async def finish() -> Files:
+        of_models = zip(written, await asyncio.gather(*written.values()), strict=True)
+        return {f"{name}/{file}": num_bytes for name, files in of_models for file, num_bytes in files.items()}
 
     return finish()
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal, version_after
-from rlsys.contracts import Busy, Graft, Workers
+from rlsys.contracts import Busy, Files, Graft, Workers
 from rlsys.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -693,11 +693,12 @@ class Driver:
         published, scores = dict(self.weights.published), self.checkpoints.best.state()
         state = DriverState(step, published, self.queue.ledger.state(), past, self.num_lost, scores)
 
-        async def begin(folder: Path) -> Awaitable[None]:
+        async def begin(folder: Path) -> Awaitable[Files]:
             models = await save_models(self.workers, folder)
 
-            async def finish() -> None:
-                await asyncio.gather(self._save_groups(folder / GROUPS, finished), models)
+            async def finish() -> Files:
+                num_bytes, files = await asyncio.gather(self._save_groups(folder / GROUPS, finished), models)
+                return {**files, GROUPS: num_bytes}
 
             return finish()
 
@@ -709,17 +710,18 @@ class Driver:
         if self.copies:
             self.copies.begin()
 
-    async def _save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> None:
-        """Write the groups; leave out those whose payload is lost, and reissue them unless they are in training now."""
+    async def _save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> int:
+        """Write the groups; return the size of the file. Leave out groups whose payload is lost, and reissue them
+        unless they are in training now."""
         try:
-            await self.workers.actor.save_groups(path, [each.group for each in groups])
+            return await self.workers.actor.save_groups(path, [each.group for each in groups])
         except PayloadLost as error:
             lost = [each for each in groups if each.group_id in error.group_ids]
             if not lost:
                 raise
             if waiting := [each for each in lost if each in self.queue.finished]:
                 self._dropped_groups.reissue_lost(error, waiting)
-            await self._save_groups(path, [each for each in groups if each not in lost])
+            return await self._save_groups(path, [each for each in groups if each not in lost])
 
     # --------------------------------------------------------------------------------------------------------- relays
 

@@ -152,14 +152,18 @@ def rollout_of(line: bytes, where: str) -> RolloutRecord:
     return _decoded(line, _rollout, where)
 
 
-def write_groups(path: Path, records: Iterable[GroupRecord]) -> None:
-    """Write finished groups for `read_groups`. The file appears whole. Bytes are written in base64, and each number of
-    an array with as many digits as its type needs."""
+def write_groups(path: Path, records: Iterable[GroupRecord]) -> int:
+    """Write finished groups for `read_groups`; return the size of the file in bytes.
+
+    The file appears whole. Bytes are written in base64, and each number of an array with as many digits as its type
+    needs.
+    """
     bare = (replace(r, group=replace(r.group, payload=None, columns={})) for r in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    partial.write_bytes(b"".join(orjson.dumps(r, default=as_plain, option=_LINES) for r in bare))
+    num_bytes = partial.write_bytes(b"".join(orjson.dumps(r, default=as_plain, option=_LINES) for r in bare))
     partial.replace(path)
+    return num_bytes
 
 
 def read_groups(path: Path) -> list[GroupRecord]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
-from rlsys.contracts import Arrival, Published, TrainedGroup, TrainStats
+from rlsys.contracts import Arrival, Files, Published, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
@@ -104,17 +104,17 @@ class _FakeModel(_FakeProcess):
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
 
-    async def _save(self, path: Path, state: Mapping[str, object]) -> None:
+    async def _save(self, path: Path, state: Mapping[str, object]) -> Files:
         """Write a copy of the state. It takes `FakeWorld.save_s`, beside the next steps."""
         await asyncio.sleep(self.world.save_s)
         self._check_alive()
         self.world.check_disk(path)
-        await asyncio.to_thread(_write, path, json.dumps(state))
+        return {path.name: await asyncio.to_thread(_write, path, json.dumps(state))}
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    return path.write_bytes(text.encode())
 
 
 class FakeActor(_FakeModel):
@@ -173,7 +173,7 @@ class FakeActor(_FakeModel):
     async def announce_again(self, version: PolicyVersion) -> None:
         """Do nothing: fake relays lose no version."""
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         self._begin("save")
         weights, consumed = self.world.weights, Counter(self.world.consumed)
         counts = {"version": self.version, "num_steps": self.num_steps, "num_seen": self.num_seen}
@@ -202,10 +202,10 @@ class FakeActor(_FakeModel):
         self._begin("record_evaluated")
         await (await self.record(path, version, evaluated))
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
         self._begin("save_groups")
         await self.world.fetch("save_groups", groups)
-        write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
+        return write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
 
     async def load_groups(self, path: Path) -> list[Group]:
         return [replace(record.group, payload=record.episodes) for record in read_groups(path)]
@@ -239,7 +239,7 @@ class FakeCritic(_FakeModel):
         self.num_steps += 1
         return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         self._begin("save")
         return self._save(folder / "critic.json", {"num_steps": self.num_steps})
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlsys.contracts import Files
+from rlsys.errors import CheckpointError
+from rlsys.loop.checkpoint import check_seen
 from rlsys.types import Distribution
-from tests.training import PLAIN, SETTINGS, data_of, differing, everything_in, planned
+from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.rank_group import RankGroup
 
@@ -29,6 +32,20 @@ def test_each_of_several_saves_has_the_state_of_its_step(model_path: str, tmp_pa
         assert differing(beside, alone) == []
     first, second = (everything_in(tmp_path / "beside" / str(step)) for step in range(2))
     assert differing(first, second) != []
+
+
+def save_apart(model_path: str, folder: Path, ranks: RankGroup) -> Files:
+    return FsdpBackend(model_path, SETTINGS, ranks).save(folder / f"machine{ranks.rank}").wait()
+
+
+def test_each_rank_reports_the_files_that_it_wrote(model_path: str, two_ranks: JoinedRanks, tmp_path: Path) -> None:
+    reports = two_ranks(save_apart, model_path, tmp_path)
+    first, second = ({p.name: p.stat().st_size for p in (tmp_path / f"machine{rank}").iterdir()} for rank in range(2))
+    assert reports == [first, second]
+    assert first and second and not first.keys() & second.keys()
+    check_seen(tmp_path / "machine1", second)
+    with pytest.raises(CheckpointError, match=rf"machine1/{min(first)} is missing, and a rank wrote"):
+        check_seen(tmp_path / "machine1", first | second)
 
 
 @pytest.mark.gpu

@@ -404,6 +404,14 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
     kit.play(scenario())
 
 
+def test_a_save_reports_its_files_with_their_sizes(kit, tmp_path):
+    async def scenario() -> None:
+        files = await (await kit.workers.actor.save(tmp_path / "actor"))
+        assert files == {path.name: path.stat().st_size for path in (tmp_path / "actor").iterdir()} != {}
+
+    kit.play(scenario())
+
+
 def test_a_dead_actor_is_noticed_and_its_successor_loads_its_state(kit, tmp_path):
     async def scenario() -> None:
         actor = kit.workers.actor
@@ -430,8 +438,9 @@ def test_finished_groups_survive_a_restart(kit, tmp_path, count):
         actor = kit.workers.actor
         await actor.publish(30)
         groups = [await scored(kit, await rolled_out(kit, version=30, group_id=s)) for s in range(count)]
-        await actor.save_groups(tmp_path / "groups.jsonl", groups)
-        loaded = await actor.load_groups(tmp_path / "groups.jsonl")
+        path = tmp_path / "groups.jsonl"
+        assert await actor.save_groups(path, groups) == path.stat().st_size
+        loaded = await actor.load_groups(path)
         assert [replace(g, payload=None) for g in loaded] == [replace(g, payload=None) for g in groups]
         for before, after in zip(groups, loaded, strict=True):
             assert await turns_of(kit, after, tmp_path) == await turns_of(kit, before, tmp_path)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from rlsys.data.task_file import load_tasks
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
-from rlsys.monitoring.events import Event, Events, RolledBack, WeightsPublished, WorkerRestarted
+from rlsys.monitoring.events import Event, Events, RolledBack, WeightsPublished, WorkerFailed, WorkerRestarted
 from rlsys.testing import EventRecorder
 from tests.jobs import config_of
 from tests.processes import kill_worker
+from workers.ray import vitals
 from workers.worker_set import WorkerSet
 
+Kill: TypeAlias = Callable[[], None]
 KEYS = ["train.mesh.shard=2", "algorithm.kl_coef=0.1", "asynchrony.max_staleness=0", "record.rollouts_every=0"]
 
 
@@ -25,21 +30,18 @@ KEYS = ["train.mesh.shard=2", "algorithm.kl_coef=0.1", "asynchrony.max_staleness
 class Killer:
     """Kills a process when the weights of a version have arrived."""
 
-    kinds: Mapping[int, str]
-    """Kind of process by version."""
-    killed: list[str] = field(default_factory=list)
+    kills: Mapping[int, Kill]
 
     def handle(self, event: Event, time_s: float) -> None:
-        if isinstance(event, WeightsPublished) and (kind := self.kinds.get(event.version)) and kind not in self.killed:
-            self.killed.append(kind)
-            kill_worker(kind)
+        if isinstance(event, WeightsPublished) and event.version in self.kills:
+            self.kills[event.version]()
 
     def close(self) -> None: ...
 
 
 @pytest.fixture
 def run(cluster, model_path, data_path, tmp_path) -> Callable[..., tuple[int, EventRecorder]]:
-    def trained(name: str, kinds: Mapping[int, str], *keys: str) -> tuple[int, EventRecorder]:
+    def trained(name: str, kills: Mapping[int, Kill], *keys: str) -> tuple[int, EventRecorder]:
         """The version that a run reached under these kills, and what it told."""
         config = config_of(model_path, data_path, tmp_path, [f"run.name={name}", *KEYS, *keys])
         recorder = EventRecorder()
@@ -47,16 +49,20 @@ def run(cluster, model_path, data_path, tmp_path) -> Callable[..., tuple[int, Ev
         async def main() -> int:
             crew = WorkerSet.of(config)
             tasks = TaskSource(load_tasks(str(data_path), config.data.columns), config.run.seed)
-            driver = build_driver(config, crew.workers(), tasks, Events([recorder, Killer(kinds)]))
+            driver = build_driver(config, crew.workers(), tasks, Events([recorder, Killer(kills)]))
             try:
                 await crew.ready()
                 return await driver.run(0)
             finally:
                 await crew.close()
 
-        return asyncio.run(asyncio.wait_for(main(), 200)), recorder
+        with vitals.of_run(config.run_dir):  # as in a run: the end of a rank is described before its death is raised
+            return asyncio.run(asyncio.wait_for(main(), 200)), recorder
 
     return trained
+
+
+KILLS = {1: partial(kill_worker, "ReferenceWorker"), 3: partial(kill_worker, "ActorRank")}
 
 
 def hash_of(recorder: EventRecorder, version: int) -> str:
@@ -67,7 +73,7 @@ def hash_of(recorder: EventRecorder, version: int) -> str:
 def test_a_killed_rank_changes_no_weight(run: Callable[..., tuple[int, EventRecorder]], tmp_path: Path):
     reached, calm = run("calm", {})
     assert reached == 4
-    reached, recorder = run("killed", {1: "ReferenceWorker", 3: "ActorRank"}, "checkpoint.every=2")
+    reached, recorder = run("killed", KILLS, "checkpoint.every=2")
     (back,) = recorder.of(RolledBack)
     assert (back.restored, back.num_lost) == (2, 2)
     assert reached == back.total_steps == 6
@@ -79,8 +85,19 @@ def test_a_killed_rank_changes_no_weight(run: Callable[..., tuple[int, EventReco
     assert not (tmp_path / "killed" / "checkpoints" / "step_000004").exists(), "nothing is saved but steps"
 
 
+def test_a_rank_killed_inside_a_collective_is_replaced(run: Callable[..., tuple[int, EventRecorder]], tmp_path: Path):
+    order = tmp_path / "order"
+    deadly = ["algorithm.type=tests.ray.deadly:Deadly", f"algorithm.order={order}", "algorithm.kl_coef=0"]
+    reached, recorder = run("inside", {3: partial(os.mkfifo, order)}, "checkpoint.every=2", *deadly)
+    (failed,), (back,) = recorder.of(WorkerFailed), recorder.of(RolledBack)
+    assert failed.worker == "actor-1"
+    assert reached == back.total_steps == 4 + back.num_lost
+    assert hash_of(recorder, back.version) == hash_of(recorder, back.restored)
+
+
 def test_an_actor_killed_before_any_checkpoint_begins_anew(run: Callable[..., tuple[int, EventRecorder]]):
-    reached, recorder = run("young", {1: "ActorRank"}, "checkpoint.every=0", "run.steps=2", "train.mesh.shard=1")
+    kills = {1: partial(kill_worker, "ActorRank")}
+    reached, recorder = run("young", kills, "checkpoint.every=0", "run.steps=2", "train.mesh.shard=1")
     (back,) = recorder.of(RolledBack)
     assert (back.version, back.restored, reached) == (2, 0, 4)
     assert hash_of(recorder, 2) == hash_of(recorder, 0)

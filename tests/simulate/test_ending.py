@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Published, TrainedGroup, Workers
+from rlsys.contracts import Files, Published, TrainedGroup, Workers
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, TrainingError, WorkerDied, full_text
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import SAVE_S, STOP_S, Driver
@@ -44,7 +44,7 @@ class StuckActor(FakeActor):
         await self._maybe_wait("publish")
         return await super().publish(version)
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         await self._maybe_wait("save")
         return await super().save(folder)
 
@@ -187,7 +187,7 @@ class MortalActor(FakeActor):
         self._refuse()
         await super().fetch(groups, plan)
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         self._refuse()
         return await super().save(folder)
 

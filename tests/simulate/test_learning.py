@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,11 +16,11 @@ from hypothesis import strategies as st
 
 from rlsys.algorithm import Algorithm, Signal, StepAdvantages
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import TrainStats, Workers
+from rlsys.contracts import Files, TrainStats, Workers
 from rlsys.errors import CheckpointError, ConfigError, OutOfMemory, RunAborted, TrainingError, WorkerDied
 from rlsys.loop.checkpoint import find_latest, read_failed
 from rlsys.loop.driver import Driver
-from rlsys.monitoring.events import GroupDropped, SignalMissing, StepDone
+from rlsys.monitoring.events import CheckpointSaved, GroupDropped, SignalMissing, StepDone
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.replay.rollout_log import read_groups
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
@@ -417,7 +416,7 @@ class HungryCritic(FakeCritic):
         await asyncio.sleep(0)
         raise OutOfMemory("step 1: out of memory", update=0)
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         raise AssertionError("its ranks wait for the one that has failed")
 
 
@@ -445,35 +444,67 @@ def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):
     assert kept["weights.json"] != kept_of(saved)["weights.json"]
 
 
-class Elsewhere:
-    """Writes to another machine's disk."""
-
-    async def save(self, folder: Path) -> Awaitable[None]:
-        return asyncio.sleep(0)
+async def written_elsewhere(files: Awaitable[Files]) -> Files:
+    """The files of a first rank, and one that a second rank wrote to the disk of another machine."""
+    return {**await files, "shard-00002.safetensors": 100}
 
 
-class ActorElsewhere(Elsewhere, FakeActor): ...
+class ActorElsewhere(FakeActor):
+    async def save(self, folder: Path) -> Awaitable[Files]:
+        return written_elsewhere(await super().save(folder))
 
 
-class CriticElsewhere(Elsewhere, FakeCritic): ...
+class CriticElsewhere(FakeCritic):
+    async def save(self, folder: Path) -> Awaitable[Files]:
+        return written_elsewhere(await super().save(folder))
 
 
-@pytest.mark.parametrize("model", ["actor", "critic"])
-def test_models_written_outside_the_shared_folder_are_refused(tmp_path, model):
+class GroupsElsewhere(FakeActor):
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
+        return await super().save_groups(path.with_name("other"), groups)
+
+
+class CutShort(FakeActor):
+    async def save(self, folder: Path) -> Awaitable[Files]:
+        files = await super().save(folder)
+
+        async def finish() -> Files:
+            return {name: num_bytes + 7 for name, num_bytes in (await files).items()}
+
+        return finish()
+
+
+@pytest.mark.parametrize(
+    ("kind", "unseen"),
+    [
+        (ActorElsewhere, r"actor/shard-00002\.safetensors is missing"),
+        (CriticElsewhere, r"critic/shard-00002\.safetensors is missing"),
+        (GroupsElsewhere, r"groups\.jsonl is missing"),
+        (CutShort, r"actor/weights\.json has \d+ bytes"),
+    ],
+)
+def test_a_save_without_the_file_of_a_rank_is_refused(tmp_path, kind: type[FakeActor | FakeCritic], unseen: str):
+    recorder = EventRecorder()
+
     def driver(world: FakeWorld, folder: Path) -> Driver:
-        part: Any = {"actor": ActorElsewhere, "critic": CriticElsewhere}[model](world)
-        return driver_on(world, folder, signals=ALL, workers=replace(world.workers(), **{model: part, **made(part)}))
+        model, workers = kind(world), world.workers()
+        if isinstance(model, FakeActor):
+            workers = replace(workers, actor=model)
+        else:
+            annotators = {**workers.step_annotators, Signal.VALUES: model}
+            workers = replace(workers, critic=model, step_annotators=annotators)
+        return driver_on(world, folder, signals=ALL, workers=workers, recorder=recorder)
 
-    def made(part: FakeActor | FakeCritic) -> dict[str, Any]:
-        reference = FakeReference(part.world)
-        annotators = {Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: part}
-        return {"step_annotators": annotators} if isinstance(part, FakeCritic) else {}
-
-    unseen = rf"the ranks wrote to .*{model}, but not where the driver sees it: share run\.folder"
-    with pytest.raises(CheckpointError, match=unseen):
-        run_virtual(driver(FakeWorld(), tmp_path / "checkpoint").run(0))
-    with pytest.raises(TrainingError, match=rf"step 1 is nan\nthe step could not be kept .*{unseen}"):
-        run_virtual(driver(FakeWorld(nan_at=0), tmp_path / "failed").run(0))
+    remedy = r"let run\.folder be a folder that all machines share"
+    refused = driver(FakeWorld(), tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{unseen}.*{remedy}.*none was saved before"):
+        run_virtual(refused.run(0))
+    assert not recorder.of(CheckpointSaved)
+    assert refused.checkpoints.last_saved is None
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    with pytest.raises(TrainingError, match=rf"step 1 is nan\nthe step could not be kept .*{unseen}.*{remedy}"):
+        run_virtual(driver(FakeWorld(nan_at=0), tmp_path / "nan").run(0))
+    assert not (tmp_path / "nan" / "failed" / "step_000001" / "step.json").exists()
 
 
 def test_a_step_that_cannot_be_kept_still_raises_its_error(tmp_path):

@@ -15,7 +15,7 @@ from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import MemorySavings
-from rlsys.contracts import Published, TrainStats
+from rlsys.contracts import Files, Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_log import GroupRecord, read_groups, write_groups
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
@@ -133,13 +133,17 @@ class Rank:
         self._writing = self._backend.save(folder, self._stabilizer)
 
     @remote("writing a checkpoint")
-    def finish_save(self) -> None:
-        """Return once the copy is written and flushed; another thread may train. Raises `CheckpointError`."""
+    def finish_save(self) -> Files:
+        """Return this rank's files once they are written and flushed; another thread may train.
+
+        Raises `CheckpointError`.
+        """
         assert self._writing is not None, "save comes first"
         writing, self._writing = self._writing, None
-        writing.wait()
+        files = writing.wait()
         with _disk(writing.folder):
-            flush(writing.folder, writing.folder.iterdir())
+            flush(writing.folder, map(writing.folder.joinpath, files))
+        return files
 
     @remote("loading a checkpoint")
     def load(self, folder: Path) -> int:
@@ -261,14 +265,14 @@ class ActorRank(Rank):
         return len(columns), columns
 
     @remote("writing {path.name}")
-    def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> None:
-        """Write groups with their payloads.
+    def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> int:
+        """Write groups with their payloads; return the size of the file in bytes.
 
         Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
         """
         payloads = parcel.open()
         with _disk(path):
-            write_groups(path, map(GroupRecord, groups, payloads))
+            return write_groups(path, map(GroupRecord, groups, payloads))
 
     @remote("reading {path.name}")
     def load_groups(self, path: Path) -> tuple[list[Group], tuple[Payload, ...]]:

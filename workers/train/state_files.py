@@ -6,7 +6,7 @@ The files are data: reading them executes nothing, whoever wrote them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.storage import WriteResult
 
+from rlsys.contracts import Files
 from rlsys.errors import CheckpointError
 from workers.train.optimizer import local
 from workers.train.rank_group import RankGroup
@@ -40,20 +43,33 @@ class Writing:
     folder: Path
     _copied: Future[None] | None
     _written: Future[None]
+    _shards: _ShardWriter
 
     def wait_copied(self) -> None:
         """Return once the state is copied, or could not be, which `wait` tells: it may change from then on."""
         if self._copied is not None:
             wait([self._copied])
 
-    def wait(self) -> None:
-        """Return once every rank's files are written. Raises `CheckpointError`."""
+    def wait(self) -> Files:
+        """Return the files of this rank once those of every rank are written. Raises `CheckpointError`."""
         with _doing("write training state to", self.folder):
             self._written.result()
+            return {name: (self.folder / name).stat().st_size for name in self._shards.names}
 
     def settle(self) -> None:
         """Return once nothing is read from the copy, written or not."""
         wait([self._written])
+
+
+class _ShardWriter(HuggingFaceStorageWriter):
+    """Writer of one rank's files, which keeps their names: the library reports them to rank 0 only."""
+
+    names: Set[str] = frozenset()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self.names = {tensor.storage_data.relative_path for tensor in written.value()}
+        return written
 
 
 class StateWriter:
@@ -82,16 +98,16 @@ class StateWriter:
         """
         if self._newest is not None:
             self._newest.settle()
-        writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
+        writer = _ShardWriter(str(folder), _files_of(state), save_distributed=True)
         detached = {part: {name: t.detach() for name, t in tensors.items()} for part, tensors in state.items()}
         alone, group = self._ranks.num_ranks == 1, self._ranks.aside
         saving = async_save(
             detached, storage_writer=writer, async_stager=self._stager, process_group=group, no_dist=alone
         )
         if isinstance(saving, AsyncSaveResponse):
-            self._newest = Writing(folder, saving.staging_completion, saving.upload_completion)
+            self._newest = Writing(folder, saving.staging_completion, saving.upload_completion, writer)
         else:
-            self._newest = Writing(folder, None, saving)
+            self._newest = Writing(folder, None, saving, writer)
         return self._newest
 
     def wait_copied(self) -> None:

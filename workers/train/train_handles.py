@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec
 
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Published, TrainedGroup, TrainStats
+from rlsys.contracts import Files, Published, TrainedGroup, TrainStats
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
-from rlsys.util.deadlines import unless
+from rlsys.util.deadlines import timeout, unless
 from workers.ray.call_stream import Parcel, PayloadRef
 from workers.ray.remote_proxy import Remote
 from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, optimizer_settings
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R", bound=Rank)
 T = TypeVar("T")
+LOOK_S = 2.0
+"""Longest look at all ranks before the error of one is raised. A death may be known .3 s after the errors of peers."""
 
 
 class ReferenceHandle:
@@ -165,7 +167,7 @@ class RanksHandle(Generic[R]):
     async def ready(self) -> None:
         address = await self._ranks[0].address() if len(self._ranks) > 1 else ""
         watched = {"silence_s": self._silence_s, "on_unplaced": self.on_unplaced}
-        await asyncio.gather(*(rank.setup(address, **watched) for rank in self._ranks))
+        await self._gather(rank.setup(address, **watched) for rank in self._ranks)
         if self._retuned is not None:
             await self._all(Rank.retune, *self._retuned)
 
@@ -190,7 +192,7 @@ class RanksHandle(Generic[R]):
         """Fetch the data before the step, so that no rank waits in a collective for a rank whose data is lost."""
         signals, has_pairs = groups[0].columns, self._has_pairs
         parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=has_pairs) for of_rank in plan]
-        lost = await asyncio.gather(*(r.call(Rank.fetch, parcels[batch]) for batch, r in self._by_batch()))
+        lost = await self._gather(r.call(Rank.fetch, parcels[batch]) for batch, r in self._by_batch())
         if group_ids := sorted({group_id for of_rank in lost for group_id in of_rank}):
             raise PayloadLost(tuple(group_ids))
 
@@ -200,15 +202,16 @@ class RanksHandle(Generic[R]):
             rank.call(Rank.train_step, plan[batch], signals, *(cast("Any", columns[name][batch]) for name in signals))
             for batch, rank in self._by_batch()
         ]
-        stats = await asyncio.gather(*steps)
+        stats = await self._gather(steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
 
-    async def save(self, folder: Path) -> Awaitable[None]:
+    async def save(self, folder: Path) -> Awaitable[Files]:
         await self._all(Rank.save, folder)
-        return self._written()
+        return self._finish_save()
 
-    async def _written(self) -> None:
-        await asyncio.gather(*(rank.beside(Rank.finish_save) for rank in self._ranks))
+    async def _finish_save(self) -> Files:
+        of_ranks = await self._gather(rank.beside(Rank.finish_save) for rank in self._ranks)
+        return {name: num_bytes for files in of_ranks for name, num_bytes in files.items()}
 
     def _by_batch(self) -> list[tuple[int, Remote[R]]]:
         """Return every rank with the number of its batches in the plan of a step."""
@@ -216,13 +219,43 @@ class RanksHandle(Generic[R]):
 
     async def _column(self, method: Callable[..., Any], plan: BatchPlan, *args: object) -> list[Ref]:
         """Compute a column of the fetched data; peers take part, and have the same."""
-        calls = (rank.split(method, 1, plan[batch], *args) for batch, rank in self._by_batch())
-        told = await asyncio.gather(*calls)
+        told = await self._gather(rank.split(method, 1, plan[batch], *args) for batch, rank in self._by_batch())
         return [column for _, (column,) in told[:: self._num_peers]]
 
     async def _all(self, method: Callable[Concatenate[R, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Call a method on every rank. If one rank fails, the call fails at once with that rank's error."""
-        return await asyncio.gather(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
+        """Call a method on every rank."""
+        return await self._gather(rank.call(method, *args, **kwargs) for rank in self._ranks)
+
+    async def _gather(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        """Return the results of calls of several ranks. If one fails, all fail, without waiting for the other calls.
+
+        Raises the death of a rank, if one is dead, in place of the error: its peers fail in their collectives, and may
+        report that before the death is known.
+        """
+        try:
+            return await asyncio.gather(*calls)
+        except RlsysError as error:
+            if isinstance(error, WorkerDied) or (death := await self._find_death()) is None:
+                raise
+            raise death from error
+
+    async def _find_death(self) -> WorkerDied | None:
+        """Return the death of the first dead rank; None if every rank answers a heartbeat, or is silent.
+
+        Waits for the heartbeats; unblocked after `LOOK_S`.
+        """
+
+        async def look(rank: Remote[R]) -> WorkerDied | None:
+            try:
+                async with timeout(LOOK_S):
+                    await rank.beat(self._silence_s)
+            except WorkerDied as death:
+                return death
+            except (TimeoutError, DeadlineExceeded):  # `watch` decides when silence is a failure
+                pass
+            return None
+
+        return next(filter(None, await asyncio.gather(*map(look, self._ranks))), None)
 
 
 class ActorHandle(RanksHandle[ActorRank]):
@@ -265,7 +298,7 @@ class ActorHandle(RanksHandle[ActorRank]):
         groups = [own.group for own in trained]
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
         firsts = self._ranks[:: self._num_peers]
-        told = await asyncio.gather(*(rank.split(ActorRank.columns, 1) for rank in firsts))
+        told = await self._gather(rank.split(ActorRank.columns, 1) for rank in firsts)
         columns: Sequence[Any] = [column for _, (column,) in told]
         payloads = [(g.group_id, g.payload) for g in groups]
         parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
@@ -277,8 +310,8 @@ class ActorHandle(RanksHandle[ActorRank]):
         assert self.recorder is not None, "a run that records has one"
         await self.recorder.write_evaluated(path, version, evaluated)
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> None:
-        await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
+        return await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
 
     async def load_groups(self, path: Path) -> list[Group]:
         bare, (chunk,) = await self._ranks[0].split(ActorRank.load_groups, 1, path)

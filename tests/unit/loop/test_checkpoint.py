@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.contracts import Files
 from rlsys.data.task_source import Cursor
 from rlsys.errors import CheckpointError
 from rlsys.loop.checkpoint import Checkpoints, DriverState, find_intact, find_latest, is_complete, read_state
@@ -31,23 +32,23 @@ def state_of(step: int) -> DriverState:
     return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
 
 
-async def write(folder: Path) -> Awaitable[None]:
+async def write(folder: Path) -> Awaitable[Files]:
     (folder / "actor").mkdir()
     (folder / "actor" / "weights.bin").write_bytes(b"w" * 100)
     (folder / "actor" / "optimizer.bin").write_bytes(b"o" * 200)
     (folder / "groups.jsonl").write_text('{"group": 1}\n')
-    return asyncio.sleep(0)
+    return asyncio.sleep(0, {"actor/weights.bin": 100, "actor/optimizer.bin": 200, "groups.jsonl": 13})
 
 
-async def disk_is_full(folder: Path) -> Awaitable[None]:
+async def disk_is_full(folder: Path) -> Awaitable[Files]:
     (folder / "groups.jsonl").write_text("half of")
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-async def disk_fills_up(folder: Path) -> Awaitable[None]:
+async def disk_fills_up(folder: Path) -> Awaitable[Files]:
     (folder / "groups.jsonl").write_text("half of")
 
-    async def finish() -> None:
+    async def finish() -> Files:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     return finish()
@@ -56,7 +57,7 @@ async def disk_fills_up(folder: Path) -> Awaitable[None]:
 def save(
     checkpoints: Checkpoints,
     step: int,
-    begin: Callable[[Path], Awaitable[Awaitable[None]]] = write,
+    begin: Callable[[Path], Awaitable[Awaitable[Files]]] = write,
     state: DriverState | None = None,
 ) -> Path:
     """Save the state of a step, both parts."""
