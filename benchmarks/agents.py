@@ -53,7 +53,7 @@ from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.testing import ScriptedPolicy
-from rlsys.types import POLICY, Assignment, Message, Sampling, Task, Turn
+from rlsys.types import POLICY, Assignment, GroupKey, Message, Sampling, Task, Turn
 from tests.scripted_engine import ScriptedEngine
 from workers.rollout.generator import Generator, WeightChange
 from workers.rollout.group_route import PolicyText
@@ -166,7 +166,9 @@ async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[s
 
     async def group(group_id: int) -> None:
         async with room:
-            await worker.run(Assignment(group_id, Task(id=str(group_id), prompt="Look."), GROUP_SIZE, 0, seed=group_id))
+            await worker.run(
+                Assignment(GroupKey(group_id, 1), Task(id=str(group_id), prompt="Look."), GROUP_SIZE, 0, seed=group_id)
+            )
 
     began_s = time.perf_counter()
     at_once = num_batches * groups if pace == "streamed" else groups

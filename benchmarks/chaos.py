@@ -237,7 +237,7 @@ class Chaos:
         newest = find_latest(self.run.folder / "checkpoints")
         assert newest is not None
         state = read_state(newest)
-        pending = {issued.group_id for issued in state.ledger.pending}
+        pending = set(state.ledger.pending)
         self.broken += broken_laws(self.run.events, pending, state.ledger.next_group_id)
         told = sum(line["kind"] == "checkpoint_passed_over" for line in self.run.events)
         if told < self.num_damaged:

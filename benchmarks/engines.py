@@ -47,7 +47,7 @@ from benchmarks.measure import (
     timed,
 )
 from rlsys.agents.workflow import SingleTurn
-from rlsys.types import POLICY, Assignment, Sampling, Task
+from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
 from workers.engines.engine import EngineName, Request
 from workers.ray.cluster import Resources, connect
 from workers.ray.pool import PoolSpec
@@ -302,8 +302,8 @@ async def speed(
 async def rate(pool: RolloutPool, model: Model, size: int, seed: int) -> float:
     """Measure tokens per second of one group through the actor."""
     began = time.perf_counter()
-    done = await pool.run(Assignment(seed, Task(id="t", prompt=model.prompt), size, 0, seed))
-    num_tokens = sum(span.num_tokens for span in done.group.versions)
+    done = await pool.run(Assignment(GroupKey(seed, 1), Task(id="t", prompt=model.prompt), size, 0, seed))
+    num_tokens = sum(span.num_tokens for span in done[0].versions)
     assert num_tokens == size * model.num_tokens, "a sample ended early"
     return num_tokens / (time.perf_counter() - began)
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.group_queue import IN_FLIGHT, PRODUCERS, Load, Taken, payload, read, taken_of, waits_s
-from rlsys.contracts import Busy, RolledOut
-from rlsys.types import Group
+from rlsys.types import Busy, Group, RolloutReport
 from tests.groups import episode, group, queue_of
 from workers.ray.call_stream import CallStream, Parcel, answer_in_chunks
 from workers.ray.cluster import NO_MATHS, connect
@@ -89,7 +88,7 @@ async def _drive(load: Load, streams: list[CallStream], consumer: Remote[Consume
                 (at_s, metadata), payload_ref = await streams[group_id % PRODUCERS].call(group_id)
                 submitted_s[group_id] = at_s
                 done = replace(metadata, payload=payload_ref)
-                queue.finish_rollout(in_flight, RolledOut(done, Busy("producer", at_s, at_s)))
+                queue.finish_rollout(in_flight, replace(done, report=RolloutReport(Busy("producer", at_s, at_s))))
                 queue.score(in_flight, done)
                 queue.offer(in_flight)
 

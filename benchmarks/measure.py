@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
+from rlsys.types import GroupKey
 from workers.ray import fork_client
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ def group_of(group_id: int, episodes: tuple[Episode, ...]) -> Group:
     from rlsys.types import Group
 
     return Group(
-        group_id=group_id, task_id=f"task-{group_id}", permit_version=0, replica="rollout-0",
+        key=GroupKey(group_id, 1), task_id=f"task-{group_id}", permit_version=0, replica="rollout-0",
         episodes=meta_of(episodes), versions=versions_of(episodes), weights=(), payload=episodes,
     )  # fmt: skip
 

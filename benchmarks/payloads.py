@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.measure import Size, in_turn, parser_of, print_result, spreads
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.types import Acknowledged, Episode, Group, Task, Trajectory, Turn, VersionSpan
+from rlsys.types import Acknowledged, Episode, Group, GroupKey, Task, Trajectory, Turn, VersionSpan
 from workers.engines.engine import Completion, Request
 from workers.engines.stepping import EngineJob, progress_of
 from workers.rollout.group_route import EngineStay, Ticket
@@ -129,8 +129,8 @@ def group_of(group_id: int, payload: tuple[Episode, ...]) -> Group:
     """Return the metadata of a payload."""
     spans = versions_of(payload)
     return Group(
-        group_id=group_id, task_id="t", permit_version=3, replica="r", episodes=meta_of(payload), versions=spans,
-        weights=(), payload=None,
+        key=GroupKey(group_id, 1), task_id="t", permit_version=3, replica="r", episodes=meta_of(payload),
+        versions=spans, weights=(), payload=None,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from typing import ClassVar, Literal, Self, TypeAlias, cast, get_args
 
 from benchmarks.measure import in_turn, ratios, spreads
 from rlsys.agents.workflow import Session, Workflow
-from rlsys.types import POLICY, Assignment, Sampling, Task
+from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Request
 from workers.ray.cluster import NO_MATHS, connect
@@ -154,7 +154,7 @@ async def _run(
         while True:
             group_id = next(numbers)
             task = Task(id=f"{kind}/{group_id}", prompt="321>")
-            await pool.run(Assignment(group_id, task, GROUP_SIZE, 0, seed=group_id))
+            await pool.run(Assignment(GroupKey(group_id, 1), task, GROUP_SIZE, 0, seed=group_id))
             if time.perf_counter() >= end_s:
                 return
 

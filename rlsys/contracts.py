@@ -16,7 +16,7 @@ from rlsys.batch.packing import BatchPlan
 from rlsys.errors import WorkerError
 from rlsys.types import (
     Assignment,
-    EngineStats,
+    Busy,
     Group,
     PolicyVersion,
     Ref,
@@ -52,31 +52,6 @@ class TrainStats:
     metrics: Mapping[str, float]
     train_s: float
     """Seconds of compute on the slowest rank."""
-
-
-@dataclass(frozen=True)
-class Busy:
-    """Busy interval of one worker, in seconds of its machine's monotonic clock, comparable only for the same worker."""
-
-    worker: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class RolledOut:
-    """A rolled-out group without scores."""
-
-    group: Group
-    busy: Busy
-    stats: EngineStats | None = None
-    """Statistics of the replica's engine at the end; None if it reports none."""
-    waited_s: float = 0.0
-    """Seconds from the assignment's arrival at the replica to its start: waiting for weights and for loading them."""
-    others: tuple[Group, ...] = ()
-    """In a run of several policies: the views of the other trained policies on this group."""
-    pulls: tuple[Busy, ...] = ()
-    """Weight pulls of the replica that it has not reported before, on the clock of `busy`."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +100,11 @@ def with_episode(episodes: Sequence[T], index: int, episode: T) -> tuple[T, ...]
 class Rollouts(Protocol):
     """The pool of rollout replicas."""
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         """Roll out one group on weights no older than `assignment.version`.
+
+        Returns the view of each trained policy on the group, without scores, in the order of the policies; only one in
+        a run of a single policy. The first view has the report.
 
         Raises `WorkflowError` (an error of the workflow before any reply), `TaskTooLong`, `WeightsMismatch`.
         """

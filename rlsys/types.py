@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import isfinite
-from typing import Literal, NotRequired, TypeAlias, TypedDict
+from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 from rlsys.number_arrays import FloatArray, IntArray
 from rlsys.util.printing import encodable
@@ -94,12 +94,20 @@ class Task:
         return ChatOptions(tools, self.template_kwargs, self.system)
 
 
+class GroupKey(NamedTuple):
+    """Group id and attempt: the one identity of a group from permit to gradient."""
+
+    group_id: int
+    """Number of the group in the run, 0, 1, 2, ...: its order in the queue and the root of its sampling seeds."""
+    attempt: int
+    """Counted from 1 over all attempts of this session; 0 for a group finished in an earlier session."""
+
+
 @dataclass(frozen=True)
 class Assignment:
     """One Task handed out for rollout, on a Permit."""
 
-    group_id: int
-    """Number of this group in the run, 0, 1, 2, ...: its order in the queue and the root of its sampling seeds."""
+    key: GroupKey
     task: Task
     size: int
     """Episodes to roll out."""
@@ -111,6 +119,11 @@ class Assignment:
     """In a run of several policies: the value of `version` for each trained policy, by name."""
     token_limit: int | None = None
     """Most tokens that an episode may sample, over all its agents; None: that of the workflow."""
+
+    @property
+    def group_id(self) -> int:
+        """Number of the group in the run."""
+        return self.key.group_id
 
     def version_of(self, policy: str) -> PolicyVersion:
         """Return the minimum version of the tokens of this policy."""
@@ -294,6 +307,29 @@ class EngineStats:
     """Seconds since the running step began; 0 between steps."""
 
 
+@dataclass(frozen=True)
+class Busy:
+    """Busy interval of one worker, in seconds of its machine's monotonic clock, comparable only for the same worker."""
+
+    worker: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """Report of a replica on the rollout of one group."""
+
+    busy: Busy
+    """The rollout, from its start to its end."""
+    stats: EngineStats | None = None
+    """Statistics of the replica's engine at the end; None if it reports none."""
+    waited_s: float = 0.0
+    """Seconds from the assignment's arrival at the replica to its start: waiting for weights and for loading them."""
+    pulls: tuple[Busy, ...] = ()
+    """Weight pulls of the replica that it has not reported before, on the clock of `busy`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     """Load of one replica, as input of the repack planner."""
@@ -401,7 +437,7 @@ class Group:
     The unit that is queued, dropped or trained.
     """
 
-    group_id: int
+    key: GroupKey
     task_id: str
     permit_version: PolicyVersion
     replica: str
@@ -426,6 +462,13 @@ class Group:
     """Episodes that were ended early; they are not among `episodes`."""
     scores: tuple[Score, ...] | None = None
     """Scores that the replica gave, one per episode, with `reward.workers: 0`; None: not scored yet, or scored."""
+    report: RolloutReport | None = field(default=None, compare=False)
+    """Set on the first view of a rollout; files do not contain it."""
+
+    @property
+    def group_id(self) -> int:
+        """Number of the group in the run."""
+        return self.key.group_id
 
     @property
     def oldest_version(self) -> PolicyVersion:

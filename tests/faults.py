@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from rlsys.algorithm import Signal
-from rlsys.contracts import Busy, GroupScores, RolledOut, TrainedGroup, Workers
+from rlsys.contracts import Busy, GroupScores, TrainedGroup, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.alerts import AlertSink
@@ -191,7 +191,7 @@ class _SlowReplica(FakeRollouts):
 class _StaleReplica(FakeRollouts):
     """`rollout-2` hangs while it takes in the weights after version 3, and gets no groups."""
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         if self.world.relay > 3 and "rollout-2" in self.members:
             self.members.remove("rollout-2")
             self._left("rollout-2")
@@ -206,7 +206,7 @@ class _StaleReplica(FakeRollouts):
 class _StuckTask(FakeRollouts):
     """The first group of `task-7` is rolled out for ever, on a replica of its own choice."""
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         if assignment.task.id == "task-7":
             await asyncio.sleep(1e9)
         return await super().run(assignment)

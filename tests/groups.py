@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rlsys.contracts import Busy, RolledOut
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup, Permit
 from rlsys.loop.task_ledger import Ledger
@@ -13,9 +13,12 @@ from rlsys.testing import tasks
 from rlsys.types import (
     OK,
     Acknowledged,
+    Busy,
     EpisodeMeta,
     Group,
+    GroupKey,
     Outcome,
+    RolloutReport,
     SampleMeta,
     TrajectoryMeta,
     VersionSpan,
@@ -38,7 +41,7 @@ def group(
     """A group with three tokens of each of `versions`, acknowledged as `hashes` (by default `hash-of-VERSION`)."""
     hashes = hashes if hashes is not None else [f"hash-of-{v}" for v in versions]
     return Group(
-        group_id=group_id,
+        key=GroupKey(group_id, 1),
         task_id=f"task-{group_id}",
         permit_version=versions[0],
         replica="rollout-0",
@@ -54,9 +57,16 @@ def num_ok(group: Group) -> int:
     return sum(not episode.is_failed for episode in group.episodes)
 
 
-def rolled_out(done: Group) -> RolledOut:
+def rolled_out(done: Group, report: RolloutReport = RolloutReport(Busy("rollout-0", 0.0, 0.0))) -> Group:  # noqa: B008
     """What a replica answers."""
-    return RolledOut(done, Busy("rollout-0", 0.0, 0.0))
+    return replace(done, report=report)
+
+
+def report_of(views: Sequence[Group]) -> RolloutReport:
+    """The report of a rollout."""
+    report = views[0].report
+    assert report is not None
+    return report
 
 
 def hand_in(queue: GroupQueue, permit: Permit, done: Group) -> InFlightGroup:

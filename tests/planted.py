@@ -20,7 +20,7 @@ from typing import Any
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
-from rlsys.contracts import GroupScores, RolledOut, TrainStats
+from rlsys.contracts import GroupScores, TrainStats
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.driver import Driver
@@ -132,7 +132,7 @@ class _Rollouts(FakeRollouts):
         super().__init__(world)
         self._stuck: dict[int, str] = {}
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         if self.world.relay > STALE_VERSION and STALE_REPLICA in self.members:
             self.members.remove(STALE_REPLICA)  # it is given nothing while it loads
             self._left(STALE_REPLICA)

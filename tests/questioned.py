@@ -28,7 +28,7 @@ from rlsys.monitoring.events import (
 )
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord
-from rlsys.types import Episode, Message, Outcome, OutcomeKind, Task, Trajectory
+from rlsys.types import Episode, GroupKey, Message, Outcome, OutcomeKind, Task, Trajectory
 from tests.histories import History, Shape
 from tests.rollouts import said
 
@@ -171,7 +171,9 @@ def _record(step: int, group_id: int, task: str, episodes: Sequence[_Episode]) -
     )
     asked = Task(id=task, prompt=(Message(role="user", content=f"What is {task}?"),))
     assigned = (TrajectoryAdvantage(0, 0, 0.5),)
-    return RolloutRecord(step, group_id, asked, f"rollout-{group_id % 4}", step - 1, made, assigned, ({},) * len(made))
+    return RolloutRecord(
+        step, GroupKey(group_id, 1), asked, f"rollout-{group_id % 4}", step - 1, made, assigned, ({},) * len(made)
+    )
 
 
 def _config(name: str, lr: float) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn, Workflow
-from rlsys.types import POLICY, Assignment, Sampling, Task
+from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
 from rlsys.weight_sync.manifest import Bucket, Manifest, Probe, Rectangle, VersionPart, pack
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Engine, Request
@@ -121,7 +121,7 @@ def replica_of(
 
 
 def assignment(version: int = 0, *, group_id: int = 3, prompt: str = "12>", size: int = 2) -> Assignment:
-    return Assignment(group_id, Task(id="sort-12", prompt=prompt), size, version, seed=1)
+    return Assignment(GroupKey(group_id, 1), Task(id="sort-12", prompt=prompt), size, version, seed=1)
 
 
 def played(workers: Sequence[RolloutWorker], scenario: Callable[[], Coroutine[object, object, T]]) -> T:

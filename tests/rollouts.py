@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord, as_plain, rollout_of
-from rlsys.types import Episode, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
+from rlsys.types import Episode, GroupKey, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
 
 
 def said(text: str, num_tokens: int) -> Turn:
@@ -39,7 +40,9 @@ def rollouts(path: Path, rewards: Sequence[float | None], step: int = 10) -> Pat
         prompt = (Message(role="user", content="1 + 1?"),) if group_id else "2 + 2?"
         task = Task(id=f"t{group_id}", prompt=prompt)
         pair = tuple(map(episode, rewards[2 * group_id : 2 * group_id + 2]))
-        return RolloutRecord(step, group_id, task, "rollout-0", 0, pair, (TrajectoryAdvantage(1, 0, 0.5),), ({}, {}))
+        return RolloutRecord(
+            step, GroupKey(group_id, 1), task, "rollout-0", 0, pair, (TrajectoryAdvantage(1, 0, 0.5),), ({}, {})
+        )
 
     write_rollouts(path, map(record, range(len(rewards) // 2)))
     return path
@@ -47,8 +50,13 @@ def rollouts(path: Path, rewards: Sequence[float | None], step: int = 10) -> Pat
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The groups of a file, as JSON."""
-    numbers = orjson.OPT_SERIALIZE_NUMPY
-    return [orjson.loads(orjson.dumps(r, default=as_plain, option=numbers)) for r in read_rollouts(path)]
+    return list(map(_line_of, read_rollouts(path)))
+
+
+def _line_of(record: RolloutRecord) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record) if f.name not in ("step", "key")}
+    line = {"step": record.step, "group_id": record.key.group_id, **values}
+    return orjson.loads(orjson.dumps(line, default=as_plain, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from rlsys.algorithm import Ranks as Collectives
 from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.batch.samples import Sample, meta_of
 from rlsys.batch.tensors import StepData
-from rlsys.types import Episode, Group, Trajectory
+from rlsys.types import Episode, Group, GroupKey, Trajectory
 from tests.models import episode_of, random_prompt, random_sample
 from tests.processes import forks_with_imports
 from workers.train.optimizer import OptimizerSettings
@@ -110,7 +110,7 @@ def _fresh(rng: random.Random, prompt: tuple[int, ...]) -> Sample:
 
 def group_of(group_id: int, payload: tuple[Episode, ...]) -> Group:
     return Group(
-        group_id=group_id,
+        key=GroupKey(group_id, 1),
         task_id=str(group_id),
         permit_version=0,
         replica="r0",

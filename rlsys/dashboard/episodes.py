@@ -46,7 +46,7 @@ def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
     """Describe the episodes of a group."""
     return GroupAnswer(
         step=record.step,
-        group_id=record.group_id,
+        group_id=record.key.group_id,
         previous_group_id=beside.previous,
         next_group_id=beside.next,
         task_id=record.task.id,
@@ -62,11 +62,11 @@ def group_answer(record: RolloutRecord, beside: Neighbours) -> GroupAnswer:
 def episode_answer(record: RolloutRecord, episode: int, run_dir: Path | None) -> EpisodeAnswer:
     """Describe one episode, token by token; `run_dir` is None for one that was not trained. Raises `NoSuch`."""
     if not 0 <= episode < len(record.episodes):
-        raise NoSuch(f"group {record.group_id} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
+        raise NoSuch(f"group {record.key.group_id} has no episode {episode}, but 0 to {len(record.episodes) - 1}")
     trajectories = record.episodes[episode].trajectories
     return EpisodeAnswer(
         step=record.step,
-        group_id=record.group_id,
+        group_id=record.key.group_id,
         episode=episode,
         num_episodes=len(record.episodes),
         task_id=record.task.id,

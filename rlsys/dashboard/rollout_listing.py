@@ -127,7 +127,7 @@ def row_of(record: RolloutRecord) -> GroupRow:
     roots = [episode.trajectories[0] for episode in record.episodes]
     versions = [s.version for e in record.episodes for t in e.trajectories for turn in t.turns for s in turn.versions]
     return GroupRow(
-        group_id=record.group_id,
+        group_id=record.key.group_id,
         task_id=record.task.id,
         replica=record.replica,
         num_episodes=rewards.num_episodes,

@@ -356,12 +356,12 @@ def read_state(checkpoint: Path) -> DriverState:
 
 def _check_sense(state: DriverState) -> None:
     """Raise `ValueError` for numbers that no run saves."""
-    ledger, ids = state.ledger, [issued.group_id for issued in state.ledger.pending]
+    ledger, ids = state.ledger, list(state.ledger.pending)
     if not 0 <= state.num_lost <= state.version:
         raise ValueError(f"{state.num_lost} of {state.version} versions are lost")
     if ledger.num_consumed < 0 or any(a >= b for a, b in pairwise([-1, *ids, ledger.next_group_id])):
         raise ValueError(f"the pending groups {ids} are not in order below {ledger.next_group_id}")
-    if any(issued.size is not None and issued.size < 1 for issued in ledger.pending):
+    if any(draw.size is not None and draw.size < 1 for draw in ledger.pending.values()):
         raise ValueError("a pending group has no episodes")
 
 

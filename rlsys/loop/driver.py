@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal, version_after
-from rlsys.contracts import Busy, Files, Graft, Workers
+from rlsys.contracts import Files, Graft, Workers
 from rlsys.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -77,7 +77,7 @@ from rlsys.monitoring.events import (
     WorkerRestarted,
     emit_busy,
 )
-from rlsys.types import Group, PolicyVersion, Task
+from rlsys.types import Busy, Group, PolicyVersion, Task
 from rlsys.util import deadlines
 from rlsys.util.files import free_gb
 from rlsys.weight_sync.sync import WeightSync
@@ -281,7 +281,7 @@ class Driver:
         queue.synchronous_until = version + num_synchronous
         num_groups = max(0, self.end - version) * queue.groups_per_step
         room = min(queue.permits_at(version), num_groups)
-        places = {entry.group_id: place for place, entry in enumerate(state.ledger.pending[:room])}
+        places = {group_id: place for place, group_id in enumerate(state.ledger.pending) if place < room}
         finished = [group for group in groups if group.group_id in places]
         finished = [g for g in finished if g.oldest_version >= queue.oldest_at(places[g.group_id], version)]
         for note in queue.restore(state.ledger, version, num_groups, finished):
@@ -357,18 +357,20 @@ class Driver:
 
     async def _roll_out(self, permit: Permit) -> None:
         group = self.queue.start_rollout(permit)
-        rolled_out = await self.workers.rollouts.run(group.assignment)
-        self._clock.add("rollout", rolled_out.busy)  # at once: events align its end with the present
-        emit_busy(self.events, "pulling", rolled_out.pulls, answered_s=rolled_out.busy.end_s)
+        (rolled_out,) = await self.workers.rollouts.run(group.assignment)
+        report = rolled_out.report
+        assert report is not None, f"group {group.group_id} has no report"
+        self._clock.add("rollout", report.busy)  # at once: events align its end with the present
+        emit_busy(self.events, "pulling", report.pulls, answered_s=report.busy.end_s)
         try:
-            await self.weights.verify(rolled_out.group)
+            await self.weights.verify(rolled_out)
         except (WorkerDied, DeadlineExceeded) as failure:
             if not self._is_of_model(failure):
                 raise
             self._trouble = failure
             self._troubled.set()
             await asyncio.Event().wait()  # the learner cancels this loop: its version will never arrive
-        self._clock.offer(rolled_out.group, rolled_out.waited_s)
+        self._clock.offer(rolled_out, report.waited_s)
         self.queue.finish_rollout(group, rolled_out)
 
     async def _score(self, group: InFlightGroup) -> Group:

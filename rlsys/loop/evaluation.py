@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,7 @@ from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.failure_policy import FailurePolicy, Retries
 from rlsys.loop.rollout_records import is_written
 from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy, failures_in
-from rlsys.types import Assignment, Group, OutcomeKind, PolicyVersion, Task
+from rlsys.types import Assignment, Group, GroupKey, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
 from rlsys.util.seeds import group_seed
 from rlsys.weight_sync.sync import WeightSync
@@ -218,29 +218,31 @@ class Evaluator:
         self, group_id: int, task: Task, version: PolicyVersion, check: GroupCheck | None
     ) -> Group | None:
         """Return the scored group of one task; None if its prompt exceeds the limit."""
-        assignment = Assignment(group_id, task, self.rules.samples, version, group_seed(self.seed, group_id))
+        seed = group_seed(self.seed, group_id)
+        assignments = (Assignment(GroupKey(group_id, n), task, self.rules.samples, version, seed) for n in count(1))
         async with self._room:
             for attempt in count(1):
                 try:
-                    return await self._attempt(assignment, check)
+                    return await self._attempt(assignments, task, check)
                 except PayloadLost as error:
                     self.failures.decide(error, attempt)
         raise AssertionError("unreachable")
 
-    async def _attempt(self, assignment: Assignment, check: GroupCheck | None) -> Group | None:
+    async def _attempt(self, assignments: Iterator[Assignment], task: Task, check: GroupCheck | None) -> Group | None:
         async def rolled_out() -> Group | None:
             try:
-                done = await self.rollouts.run(assignment)
+                (group,) = await self.rollouts.run(next(assignments))
             except TaskTooLong:
                 return None
-            group, busy = done.group, done.busy
-            emit_busy(self.events, "pulling", done.pulls, answered_s=busy.end_s)
-            emit_busy(self.events, "evaluating", [busy], answered_s=busy.end_s)
+            report = group.report
+            assert report is not None, f"group {group.group_id} has no report"
+            emit_busy(self.events, "pulling", report.pulls, answered_s=report.busy.end_s)
+            emit_busy(self.events, "evaluating", [report.busy], answered_s=report.busy.end_s)
             if check is not None:
                 await check(group)
             return group
 
-        persist, task = self._retries.persist, assignment.task
+        persist = self._retries.persist
         group = await persist(self.rollouts, rolled_out)
         if group is None:
             return None

@@ -39,11 +39,10 @@ from enum import Enum
 from math import inf
 
 from rlsys.algorithm import Signal
-from rlsys.contracts import Busy, RolledOut
 from rlsys.loop.admission import Admission
 from rlsys.loop.task_ledger import Ledger, LedgerState
 from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, group_rolled_out, group_scored
-from rlsys.types import Assignment, Group, PolicyVersion, Ref, Task
+from rlsys.types import Assignment, Busy, Group, GroupKey, PolicyVersion, Ref, Task
 from rlsys.util import deadlines
 from rlsys.util.deadlines import Progress
 
@@ -61,8 +60,6 @@ class InFlightGroup:
     """Metadata and references of one attempt at a group, never payloads."""
 
     assignment: Assignment
-    attempt: int = 1
-    """Counted from 1 over all attempts in this session; 0 for a group finished in an earlier session."""
     num_losses: int = 0
     """Losses of the group's payload in this session."""
     state: State = State.ISSUED
@@ -87,6 +84,11 @@ class InFlightGroup:
         return self.assignment.group_id
 
     @property
+    def attempt(self) -> int:
+        """Number of this attempt, see `GroupKey.attempt`."""
+        return self.assignment.key.attempt
+
+    @property
     def is_over(self) -> bool:
         """True if the attempt has ended."""
         return self.state in _ENDS
@@ -100,7 +102,8 @@ class InFlightGroup:
 
     def next_attempt(self, assignment: Assignment) -> InFlightGroup:
         """Return the attempt that replaces this one."""
-        return InFlightGroup(assignment, self.attempt + 1, self.num_losses)
+        key = GroupKey(self.group_id, self.attempt + 1)
+        return InFlightGroup(replace(assignment, key=key), self.num_losses)
 
     def enter(self, state: State) -> None:
         """Change the state. Raises `RuntimeError` for an invalid transition."""
@@ -291,13 +294,13 @@ class GroupQueue:
         episodes = {group.group_id: group for group in finished}
         notes = self.ledger.restore(state, episodes)
         self._start_over(version, num_groups, len(episodes))
-        for entry in state.pending:
-            group = self._open(InFlightGroup(self.ledger.assignment(entry, version), attempt=0))
-            if entry.group_id not in episodes:
+        for group_id, draw in state.pending.items():
+            group = self._open(InFlightGroup(self.ledger.assignment(GroupKey(group_id, 0), draw, version)))
+            if group_id not in episodes:
                 group.enter(State.REISSUED)
                 continue
             self._enter(group, State.ROLLING_OUT)
-            self._fill(group, episodes[entry.group_id])
+            self._fill(group, episodes[group_id])
             self._enter(group, State.SCORED)
             self.offer(group)
         return notes
@@ -335,12 +338,12 @@ class GroupQueue:
         self._enter(permit.group, State.ROLLING_OUT)
         return permit.group
 
-    def finish_rollout(self, group: InFlightGroup, rolled_out: RolledOut) -> bool:
+    def finish_rollout(self, group: InFlightGroup, rolled_out: Group) -> bool:
         """Hand in rolled-out episodes. Returns False, and counts it, if they exist already or the attempt is over."""
-        if is_new := self._accepts(group, rolled_out.group.group_id, is_new=group.episodes is None):
-            self._fill(group, rolled_out.group)
-            if (stats := rolled_out.stats) is not None:
-                self._queued[rolled_out.group.replica] = stats.num_waiting // group.assignment.size
+        if is_new := self._accepts(group, rolled_out.group_id, is_new=group.episodes is None):
+            self._fill(group, rolled_out)
+            if rolled_out.report is not None and (stats := rolled_out.report.stats) is not None:
+                self._queued[rolled_out.replica] = stats.num_waiting // group.assignment.size
             self.events.emit(group_rolled_out(rolled_out))
         return is_new
 

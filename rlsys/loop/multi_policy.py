@@ -23,15 +23,16 @@ checkpoints of different steps can be resumed together.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlsys.contracts import Graft, GroupScores, Rewards, RolledOut, Rollouts
+from rlsys.contracts import Graft, GroupScores, Rewards, Rollouts
 from rlsys.errors import RunAborted, first_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.group_queue import GroupQueue, State
-from rlsys.types import Assignment, Group, PolicyVersion, Ref, ReplicaLoad, Task
+from rlsys.types import Assignment, Group, GroupKey, PolicyVersion, Ref, ReplicaLoad, Task
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class _Ask:
     """Request of a driver for its view of a group."""
 
     assignment: Assignment
-    view: asyncio.Future[RolledOut]
+    view: asyncio.Future[Group]
 
 
 @dataclass(eq=False)
@@ -91,6 +92,8 @@ class Joint:
         """By trained policy, including those whose drivers have ended: for the newest version it published."""
         self._asks: dict[int, dict[str, _Ask]] = {}
         """By group id and policy: requests without a rollout."""
+        self._num_attempts: Counter[int] = Counter()
+        """By group id: rollouts that were begun."""
         self._work: set[asyncio.Task[Any]] = set()
 
     def join(self, policy: str, queue: GroupQueue) -> None:
@@ -110,7 +113,7 @@ class Joint:
 
     # ---------------------------------------------------------------------------------------------------- rolling out
 
-    async def run(self, policy: str, assignment: Assignment) -> RolledOut:
+    async def run(self, policy: str, assignment: Assignment) -> Group:
         """Return the view of this policy on a group; see the table of this module. Raises the errors of the rollout."""
         member, group_id = self._members[policy], assignment.group_id
         member.tidy()
@@ -145,21 +148,24 @@ class Joint:
 
     async def _roll_out(self, asks: Mapping[str, _Ask]) -> None:
         try:
-            done = await self.pool.run(self._together(asks))
-            views = {group.policy: group for group in (done.group, *done.others)}
-            told = {name: replace(done, group=views[name], others=()) for name in asks}
+            first, *others = await self.pool.run(self._together(asks))
+            views = {view.policy: replace(view, report=first.report) for view in (first, *others)}
+            answers = {name: replace(views[name], key=ask.assignment.key) for name, ask in asks.items()}
         except Exception as error:  # noqa: BLE001  (set on every request)
             for name, ask in _awaited(asks):
                 self._members[name].failed.add(ask.assignment.group_id)
                 ask.view.set_exception(error)
             return
-        play = _Play(done.group.payload)
+        play = _Play(first.payload)
         for name, ask in _awaited(asks):
             self._members[name].plays[ask.assignment.group_id] = play
-            ask.view.set_result(told[name])
+            ask.view.set_result(answers[name])
 
     def _together(self, asks: Mapping[str, _Ask]) -> Assignment:
-        """Merge the assignments of a group; a policy without a request samples with its newest published weights."""
+        """Merge the assignments of a group, as an attempt of their own: each policy counts its attempts for itself.
+
+        A policy without a request samples with its newest published weights.
+        """
         assignments = [ask.assignment for ask in asks.values()]
         first = assignments[0]
         if any((a.task.id, a.size, a.seed) != (first.task.id, first.size, first.seed) for a in assignments):
@@ -169,7 +175,9 @@ class Joint:
                 "the tasks and the algorithm.group_size of that run"
             )
         newest = {name: queue.version for name, queue in self._queues.items()}
-        return replace(first, versions=newest | {name: ask.assignment.version for name, ask in asks.items()})
+        versions = newest | {name: ask.assignment.version for name, ask in asks.items()}
+        self._num_attempts[first.group_id] += 1
+        return replace(first, key=GroupKey(first.group_id, self._num_attempts[first.group_id]), versions=versions)
 
     # -------------------------------------------------------------------------------------------------------- scoring
 
@@ -221,8 +229,8 @@ class JointRollouts:
     joint: Joint
     policy: str
 
-    async def run(self, assignment: Assignment) -> RolledOut:
-        return await self.joint.run(self.policy, assignment)
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
+        return (await self.joint.run(self.policy, assignment),)
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         await self.joint.pool.restart(worker, on_recovery)

@@ -11,12 +11,11 @@ from math import ceil
 from statistics import fmean
 
 from rlsys.batch.packing import mean_staleness
-from rlsys.contracts import Busy
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import StepResult, merge_metrics
 from rlsys.monitoring.events import Events, emit_busy
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
-from rlsys.types import Group, OutcomeKind, PolicyVersion
+from rlsys.types import Busy, Group, OutcomeKind, PolicyVersion
 from rlsys.util.deviation import deviation
 
 ACTIVITY_OF = {

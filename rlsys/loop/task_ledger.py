@@ -26,15 +26,18 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BeforeValidator, PlainSerializer
 
 from rlsys.config.sections import CurationSection, fewer
 from rlsys.contracts import Graft
 from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import Cursor, SourceState, Tasks, TasksState
 from rlsys.errors import RunAborted
-from rlsys.types import Assignment, EpisodeMeta, Group, PolicyVersion, Task
+from rlsys.types import Assignment, EpisodeMeta, Group, GroupKey, PolicyVersion, Task
 from rlsys.util.deviation import deviation
 from rlsys.util.seeds import group_seed
 
@@ -294,10 +297,9 @@ def num_sampled(episode: EpisodeMeta) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedTask:
-    """Task of one group that is neither consumed nor dropped."""
+class TaskDraw:
+    """Draw of a task from the source, and the decisions of curation on its group."""
 
-    group_id: int
     task_id: str
     cursor: Cursor
     """Position of the task in the source, to draw it again."""
@@ -305,6 +307,25 @@ class IssuedTask:
     """Episodes, if curation gave it fewer than the group size; a reissued group keeps its size."""
     token_limit: int | None = None
     """Most tokens that an episode may sample, if curation limits it; a reissued group keeps its limit."""
+
+
+def _from_rows(rows: Any) -> dict[Any, Any]:  # noqa: ANN401  (the parsed JSON of any file)
+    """Return the rows of a checkpoint by their `group_id`."""
+    try:
+        draws = {row["group_id"]: row for row in rows}
+    except (TypeError, LookupError) as error:
+        raise ValueError(f"the pending groups are not rows with a group_id: {error!r}") from error
+    if len(draws) < len(rows):
+        raise ValueError("a pending group is listed twice")
+    return draws
+
+
+def _to_rows(draws: dict[int, TaskDraw]) -> list[dict[str, Any]]:
+    return [{"group_id": group_id, **asdict(draw)} for group_id, draw in draws.items()]
+
+
+TaskDraws: TypeAlias = Annotated[dict[int, TaskDraw], BeforeValidator(_from_rows), PlainSerializer(_to_rows)]
+"""Draws by group id; in a checkpoint, rows that begin with their `group_id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +337,8 @@ class LedgerState:
     cursor: Cursor
     next_group_id: int
     num_consumed: int
-    pending: list[IssuedTask]
-    """Issued groups that are neither consumed nor dropped, oldest first."""
+    pending: TaskDraws
+    """Draws of issued groups that are neither consumed nor dropped, oldest first."""
     curation: CurriculumState = field(default_factory=CurriculumState)
     """Empty in checkpoints older than this key."""
     sources: dict[str, SourceState] = field(default_factory=dict)
@@ -335,31 +356,32 @@ class Ledger:
     """Decides which tasks are issued, and the sizes of their groups."""
     next_group_id: int = 0
     num_consumed: int = 0
-    open: dict[int, IssuedTask] = field(default_factory=dict)
-    _again: list[tuple[int, IssuedTask]] = field(default_factory=list)
+    open: dict[int, TaskDraw] = field(default_factory=dict)
+    """By id of an issued group that is neither settled nor to be reissued."""
+    _again: list[tuple[int, TaskDraw]] = field(default_factory=list)
     """Heap of groups to reissue, by group id."""
 
     def issue(self, version: PolicyVersion) -> Assignment:
         """Return the next assignment: lost groups and open groups of an earlier session first, oldest first, then new
-        tasks.
+        tasks. Each is a first attempt; the queue counts the later ones.
 
         Raises `RunAborted` if curation leaves no task to issue.
         """
         if self._again:
-            _, issued = heapq.heappop(self._again)
+            group_id, draw = heapq.heappop(self._again)
         else:
             cursor, task = self._draw()
             size = self.curation.size_of(task.id, self.group_size)
-            issued = IssuedTask(self.next_group_id, task.id, cursor, size, self.curation.token_limit(task.id))
+            group_id, draw = self.next_group_id, TaskDraw(task.id, cursor, size, self.curation.token_limit(task.id))
             self.next_group_id += 1
-        self.open[issued.group_id] = issued
-        return self.assignment(issued, version)
+        self.open[group_id] = draw
+        return self.assignment(GroupKey(group_id, 1), draw, version)
 
-    def assignment(self, issued: IssuedTask, version: PolicyVersion) -> Assignment:
+    def assignment(self, key: GroupKey, draw: TaskDraw, version: PolicyVersion) -> Assignment:
         """Return the assignment for a permit of `version`."""
-        task, seed = self.source.at(issued.cursor), group_seed(self.seed, issued.group_id)
-        size, limit = issued.size or self.group_size, issued.token_limit
-        return Assignment(issued.group_id, task, size, version, seed, token_limit=limit)
+        task, seed = self.source.at(draw.cursor), group_seed(self.seed, key.group_id)
+        size, limit = draw.size or self.group_size, draw.token_limit
+        return Assignment(key, task, size, version, seed, token_limit=limit)
 
     def _draw(self) -> tuple[Cursor, Task]:
         """Draw the next task that curation does not skip; return its position and the task. Raises `RunAborted`.
@@ -381,9 +403,9 @@ class Ledger:
 
     def again(self, group_id: int) -> None:
         """Queue a group whose payload is lost for reissue. Raises `KeyError` if it is not open."""
-        issued = self.open.pop(group_id)
-        self.curation.lose(group_id, issued.task_id)
-        heapq.heappush(self._again, (group_id, issued))
+        draw = self.open.pop(group_id)
+        self.curation.lose(group_id, draw.task_id)
+        heapq.heappush(self._again, (group_id, draw))
 
     def consume(self, group_ids: Iterable[int]) -> None:
         """Record groups as trained and published. Raises `KeyError` for a group that is not open."""
@@ -427,7 +449,7 @@ class Ledger:
             tasks.cursor,
             self.next_group_id,
             self.num_consumed,
-            [issued for _, issued in pending],
+            dict(pending),
             self.curation.state(),
             dict(tasks.sources),
         )
@@ -439,8 +461,8 @@ class Ledger:
         """
         notes = self.source.restore(TasksState(state.fingerprint, state.cursor, state.sources))
         self.next_group_id, self.num_consumed = state.next_group_id, state.num_consumed
-        self.open = {e.group_id: e for e in state.pending if e.group_id in finished}
+        self.open = {group_id: draw for group_id, draw in state.pending.items() if group_id in finished}
         self.curation.restore(state.curation, finished)
         self._weigh()
-        self._again = [(e.group_id, e) for e in state.pending if e.group_id not in finished]  # sorted, so a heap
+        self._again = [each for each in state.pending.items() if each[0] not in finished]  # sorted, so a heap
         return notes

@@ -15,13 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol, dataclass_transform
+from typing import ClassVar, Protocol, dataclass_transform
 
-from rlsys.types import Group, OutcomeKind, PolicyVersion
+from rlsys.types import Busy, Group, OutcomeKind, PolicyVersion
 from rlsys.util.printing import encodable, printable
-
-if TYPE_CHECKING:
-    from rlsys.contracts import Busy, RolledOut
 
 
 @dataclass_transform(frozen_default=True)
@@ -485,9 +482,10 @@ def emit_busy(events: Events, activity: str, spans: Iterable[Busy], answered_s: 
             events.emit(WorkerBusy(busy.worker, activity, busy.start_s + ahead_s, busy.end_s + ahead_s))
 
 
-def group_rolled_out(rolled_out: RolledOut) -> GroupRolledOut:
-    """Event of a group whose episodes were rolled out."""
-    group, busy = rolled_out.group, rolled_out.busy
+def group_rolled_out(group: Group) -> GroupRolledOut:
+    """Event of a group whose episodes were rolled out, with the report of the replica."""
+    report = group.report
+    assert report is not None, f"group {group.group_id} has no report"
     return GroupRolledOut(
         group_id=group.group_id,
         task_id=group.task_id,
@@ -500,8 +498,8 @@ def group_rolled_out(rolled_out: RolledOut) -> GroupRolledOut:
         num_truncated=sum(
             any(t.outcome.kind is OutcomeKind.TRUNCATED for t in episode.trajectories) for episode in group.episodes
         ),
-        seconds=busy.end_s - busy.start_s,
-        waited_s=rolled_out.waited_s,
+        seconds=report.busy.end_s - report.busy.start_s,
+        waited_s=report.waited_s,
     )
 
 

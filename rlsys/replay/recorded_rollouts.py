@@ -33,7 +33,7 @@ from rlsys.replay.rollout_log import (
     decoder_of,
     rollout_of,
 )
-from rlsys.types import Episode, Task
+from rlsys.types import Episode, GroupKey, Task
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +42,7 @@ _NAME = re.compile(r"step_(\d+)\.(?:parquet|jsonl)")
 _TURN = {"prompt_ids": IntArray, "output_ids": IntArray, "logprobs": FloatArray}
 _READING = {"trainer_logprobs": FloatArray, "entropies": FloatArray, "advantages": FloatArray, "is_masked": BoolArray}
 _PIECES = "pieces"
-_NUMBERS = ("step", "group_id", "permit_version", "episode", "num_tokens", "reward", "advantage", "seconds")
+_NUMBERS = ("step", "group_id", "attempt", "permit_version", "episode", "num_tokens", "reward", "advantage", "seconds")
 _SHORT = ("task_id", "source", "policy", "replica", "outcome", "reason")
 _SIGNAL = "signal_"
 """Prefix of the columns of signals."""
@@ -184,7 +184,8 @@ def episode_row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
     session = {"episode": episode, "readings": _sizes(record.readings[e]) if record.readings else None}
     return {
         "step": record.step,
-        "group_id": record.group_id,
+        "group_id": record.key.group_id,
+        "attempt": record.key.attempt,
         "permit_version": record.permit_version,
         "episode": e,
         "num_tokens": sum(len(turn.output_ids) for t in episode.trajectories for turn in t.turns),
@@ -294,7 +295,8 @@ class RolloutTable:
 
 def _record(rows: pa.Table, record_v: int) -> RolloutRecord:
     """Return the group of these rows."""
-    first = {name: rows[name][0].as_py() for name in ("step", "group_id", "permit_version", "policy", "replica")}
+    first = {name: rows[name][0].as_py() for name in ("step", "permit_version", "policy", "replica")}
+    attempt = rows["attempt"][0].as_py() if "attempt" in rows.column_names else 0
     group = orjson.loads(rows["task"][0].as_py())
     sessions = [orjson.loads(text) for text in rows["session"].to_pylist()]
     lists = {name: _Reader(rows[name], kind) for name, kind in (*_TURN.items(), *_READING.items())}
@@ -322,6 +324,7 @@ def _record(rows: pa.Table, record_v: int) -> RolloutRecord:
         columns[signal] = tuple(column.take(length) for length in lengths)
     return RolloutRecord(
         **first,
+        key=GroupKey(rows["group_id"][0].as_py(), attempt),
         task=decoder_of(Task)(group["task"]),
         episodes=tuple(decoder_of(Episode)(session["episode"]) for session in sessions),
         assigned=tuple(map(decoder_of(TrajectoryAdvantage), group["assigned"])),

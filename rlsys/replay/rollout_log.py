@@ -26,7 +26,7 @@ from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
-from rlsys.types import POLICY, Episode, EpisodeMeta, Group, PolicyVersion, Task
+from rlsys.types import POLICY, Episode, EpisodeMeta, Group, GroupKey, PolicyVersion, Task
 
 Record = TypeVar("Record")
 
@@ -70,6 +70,8 @@ EpisodeReading: TypeAlias = tuple[tuple[TokenStats, ...], ...]
 
 _ARRAYS: Mapping[type, Callable[[Iterable[Any]], NumberArray]] = {int: IntArray, float: FloatArray, bool: BoolArray}
 _LINES = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+_SAVED = {f.name for f in fields(Group)} - {"key", "payload", "columns", "report"}
+"""Fields of a finished group in a file, beside its id. References end with the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class RolloutRecord:
 
     step: int
     """Optimizer steps behind the weights after the group was trained."""
-    group_id: int
+    key: GroupKey
+    """In a file of an earlier version, the attempt is 0."""
     task: Task
     replica: str
     permit_version: PolicyVersion
@@ -110,7 +113,7 @@ class RolloutRecord:
         scored = tuple(_scored(e, meta) for e, meta in zip(episodes, group.episodes, strict=True))
         parts = tuple(meta.trajectories[0].parts for meta in group.episodes)
         return cls(
-            step, group.group_id, row, group.replica, group.permit_version, scored, tuple(assigned), parts, group.policy
+            step, group.key, row, group.replica, group.permit_version, scored, tuple(assigned), parts, group.policy
         )
 
     @property
@@ -126,7 +129,7 @@ class RolloutRecord:
     def group(self) -> Group:
         """Metadata for planning a step, without payload, columns and the task's verification data."""
         return Group(
-            group_id=self.group_id,
+            key=self.key,
             task_id=self.task.id,
             source=self.task.source,
             permit_version=self.permit_version,
@@ -158,18 +161,23 @@ def write_groups(path: Path, records: Iterable[GroupRecord]) -> int:
     The file appears whole. Bytes are written in base64, and each number of an array with as many digits as its type
     needs.
     """
-    bare = (replace(r, group=replace(r.group, payload=None, columns={})) for r in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    num_bytes = partial.write_bytes(b"".join(orjson.dumps(r, default=as_plain, option=_LINES) for r in bare))
+    num_bytes = partial.write_bytes(b"".join(orjson.dumps(_bare(r), default=as_plain, option=_LINES) for r in records))
     partial.replace(path)
     return num_bytes
 
 
+def _bare(record: GroupRecord) -> Fields:
+    """Return the fields of a record in a file."""
+    group = {name: value for name, value in vars(record.group).items() if name in _SAVED}
+    return {"group": {"group_id": record.group.group_id, **group, "payload": None}, "episodes": record.episodes}
+
+
 def read_groups(path: Path) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
-    decode, lines = decoder_of(GroupRecord), path.read_bytes().splitlines()
-    return [_decoded(line, decode, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    lines = path.read_bytes().splitlines()
+    return [_decoded(line, _group_record, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
 def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
@@ -193,10 +201,19 @@ def _decoded(line: bytes, decode: Callable[[Fields], Record], where: str) -> Rec
         raise DataError(f"{where}: not a record of this version of rlsys: {error!r}") from error
 
 
+def _group_record(f: Fields) -> GroupRecord:
+    return decoder_of(GroupRecord)({**f, "group": _with_key(f["group"])})
+
+
 def _rollout(f: Fields) -> RolloutRecord:
     if "assigned" not in f:
         f = {**f, "assigned": _assigned_of_format_1(f["advantages"])}
-    return decoder_of(RolloutRecord)({"record_v": 1, **f})
+    return decoder_of(RolloutRecord)({"record_v": 1, **_with_key(f)})
+
+
+def _with_key(f: Fields) -> Fields:
+    """Add the key of a group that an earlier session finished, of which JSON has the id."""
+    return {**f, "key": GroupKey(decoder_of(int)(f["group_id"]), 0)}
 
 
 def _assigned_of_format_1(advantages: Sequence[Sequence[float | None]]) -> list[Fields]:

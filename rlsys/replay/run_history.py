@@ -105,7 +105,7 @@ class RecordedSteps:
                 f"{path} was written by an early version of rlsys, and does not hold all that the step trained: its "
                 "columns are missing"
             )
-        found = tuple(record.group_id for record in records)
+        found = tuple(record.key.group_id for record in records)
         if not records or any(record.step != step for record in records) or (group_ids and group_ids != found):
             raise DataError(
                 f"{path} contains groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "

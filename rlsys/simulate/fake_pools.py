@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.contracts import Busy, Graft, GroupScores, RolledOut, with_episode
+from rlsys.contracts import Graft, GroupScores, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.loop.router import Router
 from rlsys.types import (
     Acknowledged,
     Assignment,
+    Busy,
     EngineStats,
     EpisodeMeta,
     Group,
     PolicyVersion,
     Ref,
     ReplicaLoad,
+    RolloutReport,
     Score,
     Task,
     Trajectory,
@@ -143,7 +145,7 @@ class FakeReplica:
         """Return the play of a group that `run` is to roll out."""
         return FakePlay(assignment, self)
 
-    async def run(self, play: FakePlay) -> RolledOut:
+    async def run(self, play: FakePlay) -> tuple[Group, ...]:
         """Roll out one group on weights no older than it requires. Raises `WorkerDied` or `DeadlineExceeded`."""
         asked_s, pool, assignment = now(), self.pool, play.assignment
         group_id, first = assignment.group_id, await pool.take_in(assignment)
@@ -159,7 +161,8 @@ class FakeReplica:
         group = self._view(assignment, meta_of(episodes), versions_of(episodes), spans, episodes, wrong)
         pulls = (Busy(self.name, asked_s, start_s),) if first > self._told else ()
         self._told = max(first, self._told)
-        return RolledOut(group, Busy(self.name, start_s, now()), waited_s=start_s - asked_s, pulls=pulls)
+        report = RolloutReport(Busy(self.name, start_s, now()), waited_s=start_s - asked_s, pulls=pulls)
+        return (replace(group, report=report),)
 
     def load(self) -> ReplicaLoad:
         """Return the current load: with running groups, the version is the oldest one at their starts."""
@@ -190,7 +193,7 @@ class FakeReplica:
     ) -> Group:
         """Describe a group. `held` has the versions that the replica acknowledges."""
         return Group(
-            group_id=assignment.group_id,
+            key=assignment.key,
             task_id=assignment.task.id,
             source=assignment.task.source,
             permit_version=assignment.version,
@@ -229,21 +232,22 @@ class FakeRollouts(FakePool):
         self.running: dict[Any, None] = {}
         """Plays of all assigned groups."""
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         await self._any_alive()
         weight = self._weight(assignment)
         replica = self.replicas[self._router.route(weight, session=assignment.group_id)]
         self.running[play := replica.assigned(assignment)] = None
         try:
-            done = await replica.run(play)
+            views = await replica.run(play)
         except WorkerDied as error:
             self._left(error.worker)
             raise
         finally:
             del self.running[play]
             self._router.release(play.host.place, weight)
-        self._router.report(play.host.place, done.stats)
-        return done
+        report = views[0].report
+        self._router.report(play.host.place, report.stats if report else None)
+        return views
 
     def placements(self) -> Mapping[int, str]:
         return {play.assignment.group_id: play.home.name for play in self.running}

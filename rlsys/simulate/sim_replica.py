@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
-from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.loop.router import Router, request_weight
 from rlsys.simulate.fake_pools import FakePlay, FakeReplica, FakeRollouts, now
 from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_engine import SimEngine, Used
 from rlsys.simulate.sim_session import Environments, Rounds, SimPlay, Workload
-from rlsys.types import Assignment, PolicyVersion, ReplicaLoad
+from rlsys.types import Assignment, Busy, Group, PolicyVersion, ReplicaLoad, RolloutReport
 
 
 class SimReplica(FakeReplica):
@@ -43,7 +43,7 @@ class SimReplica(FakeReplica):
     def assigned(self, assignment: Assignment) -> SimPlay:
         return SimPlay(assignment, self)
 
-    async def run(self, play: FakePlay) -> RolledOut:
+    async def run(self, play: FakePlay) -> tuple[Group, ...]:
         """Play one group on weights no older than it requires. Raises `WorkerDied`."""
         assert isinstance(play, SimPlay)
         pool, assignment = self.pool, play.assignment
@@ -61,7 +61,7 @@ class SimReplica(FakeReplica):
             play.host.evict(play)
         versions = play.versions()
         group = self._view(assignment, play.episodes(), versions, versions, None)
-        return RolledOut(group, Busy(self.name, start_s, now()), self.engine.stats())
+        return (replace(group, report=RolloutReport(Busy(self.name, start_s, now()), self.engine.stats())),)
 
     def load(self) -> ReplicaLoad:
         """Return the current load. A group that waits for its tools counts, as with `RolloutWorker`."""

@@ -18,8 +18,8 @@ from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, T
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
-from rlsys.types import Assignment, Group, Task, Turn
-from tests.groups import num_ok
+from rlsys.types import Assignment, Group, GroupKey, Task, Turn
+from tests.groups import num_ok, report_of
 from tests.jobs import config_of
 from tests.processes import kill_worker
 from workers.ray.pool import Pool
@@ -118,7 +118,7 @@ def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.
 
 
 def assignment(group_id: int = 0, version: int = 0) -> Assignment:
-    return Assignment(group_id, TASK, SIZE, version, seed=99)
+    return Assignment(GroupKey(group_id, 1), TASK, SIZE, version, seed=99)
 
 
 async def published(kit: Kit, version: int) -> Arrival:
@@ -146,7 +146,7 @@ def unheard(worker: str, seconds: float) -> None:
 
 
 async def rolled_out(kit: Kit, *, version: int, group_id: int = 0) -> Group:
-    return (await kit.workers.rollouts.run(assignment(group_id, version))).group
+    return (await kit.workers.rollouts.run(assignment(group_id, version)))[0]
 
 
 async def scored(kit: Kit, group: Group) -> Group:
@@ -168,13 +168,13 @@ def test_a_group_has_its_episodes_and_acknowledges_what_was_published(kit, tmp_p
     async def scenario() -> None:
         receipt = await published(kit, 3)
         done = await kit.workers.rollouts.run(assignment(group_id=5, version=3))
-        group = done.group
+        group = done[0]
         assert (group.group_id, group.task_id, group.permit_version, len(group.episodes)) == (5, "t", 3, SIZE)
         assert group.oldest_version >= 3
         assert {(a.version, a.hash) for a in group.weights} == {(3, receipt.hash)}
-        assert {a.replica for a in group.weights} == {group.replica, done.busy.worker}
+        assert {a.replica for a in group.weights} == {group.replica, report_of(done).busy.worker}
         assert sum(span.num_tokens for span in group.versions) == group.num_trained > 0
-        assert done.busy.start_s <= done.busy.end_s
+        assert report_of(done).busy.start_s <= report_of(done).busy.end_s
         turns = await turns_of(kit, group, tmp_path)
         assert sum(len(t.output_ids) for t in turns) == group.num_trained
         assert all(len(t.output_ids) == len(t.logprobs) for t in turns)
@@ -441,6 +441,7 @@ def test_finished_groups_survive_a_restart(kit, tmp_path, count):
         path = tmp_path / "groups.jsonl"
         assert await actor.save_groups(path, groups) == path.stat().st_size
         loaded = await actor.load_groups(path)
+        groups = [replace(group, key=GroupKey(group.group_id, 0)) for group in groups]
         assert [replace(g, payload=None) for g in loaded] == [replace(g, payload=None) for g in groups]
         for before, after in zip(groups, loaded, strict=True):
             assert await turns_of(kit, after, tmp_path) == await turns_of(kit, before, tmp_path)
@@ -464,12 +465,12 @@ def test_a_pinned_pool_samples_from_the_pinned_version_alone(kit):
         await pinned.pin(42)
         for version in range(43, 47):
             await kit.workers.actor.publish(version)
-        group = (await pinned.run(assignment(version=42))).group
+        group = (await pinned.run(assignment(version=42)))[0]
         assert {span.version for span in group.versions} == {42}
         assert {(a.version, a.hash) for a in group.weights} == {(42, receipt.hash)}
         assert group.replica.startswith("eval-")
         await pinned.pin(46)
-        assert {span.version for span in (await pinned.run(assignment(version=46))).group.versions} == {46}
+        assert {span.version for span in (await pinned.run(assignment(version=46)))[0].versions} == {46}
 
     kit.play(scenario())
 
@@ -479,14 +480,14 @@ def test_a_replaced_pinned_replica_loads_the_pinned_version(kit, tmp_path):
         pinned = pinned_rollouts(kit)
         await kit.workers.actor.publish(47)
         await pinned.pin(47)
-        first = (await pinned.run(assignment(version=47))).group
+        first = (await pinned.run(assignment(version=47)))[0]
         for version in range(48, 52):
             await kit.workers.actor.publish(version)
         kit.kill_evaluation()
         with pytest.raises(WorkerDied) as raised:
             await pinned.run(assignment(version=47))
         await replaced(pinned, raised.value.worker)
-        again = (await pinned.run(assignment(version=47))).group
+        again = (await pinned.run(assignment(version=47)))[0]
         assert again.replica != first.replica
         assert {span.version for span in again.versions} == {47}
         assert await turns_of(kit, again, tmp_path) == await turns_of(kit, first, tmp_path)

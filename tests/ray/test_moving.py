@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
-from rlsys.types import POLICY, Assignment, Episode, Task
+from rlsys.types import POLICY, Assignment, Episode, Group, GroupKey, Task
 from tests.jobs import config_of
 from workers.ray.call_stream import PayloadRef
 from workers.worker_set import WorkerSet
@@ -29,7 +28,9 @@ def crew(cluster, model_path, data_path, tmp_path) -> WorkerSet:
 
 
 def assignment(group_id: int, answer: Path, version: int = 0) -> Assignment:
-    return Assignment(group_id, Task(id="t", prompt="312>", info={"answer": str(answer)}), 2, version, seed=group_id)
+    return Assignment(
+        GroupKey(group_id, 1), Task(id="t", prompt="312>", info={"answer": str(answer)}), 2, version, seed=group_id
+    )
 
 
 def played(crew: WorkerSet, scenario: Callable[[], Awaitable[None]]) -> None:
@@ -44,7 +45,7 @@ def played(crew: WorkerSet, scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(main(), 200))
 
 
-async def running(crew: WorkerSet, task: Assignment) -> tuple[asyncio.Task[RolledOut], str]:
+async def running(crew: WorkerSet, task: Assignment) -> tuple[asyncio.Task[tuple[Group, ...]], str]:
     """A group that waits on its tool, and where."""
     group = asyncio.create_task(crew.rollouts.run(task))
     while True:
@@ -55,8 +56,8 @@ async def running(crew: WorkerSet, task: Assignment) -> tuple[asyncio.Task[Rolle
             return group, where or ""
 
 
-def payload_of(done: RolledOut) -> tuple[Episode, ...]:
-    ref = done.group.payload
+def payload_of(done: tuple[Group, ...]) -> tuple[Episode, ...]:
+    ref = done[0].payload
     assert isinstance(ref, PayloadRef)
     return ray.get(ref.chunk)[ref.index]
 
@@ -69,15 +70,15 @@ def test_a_moved_group_keeps_its_version_while_its_source_reloads(crew, tmp_path
         done.touch()
         others = await asyncio.gather(*(rollouts.run(assignment(group_id, done)) for group_id in (5, 6)))
         group, source = await running(crew, assignment(5, answer))
-        (host,) = {each.group.replica for each in others} - {source}
+        (host,) = {each[0].replica for each in others} - {source}
         assert await rollouts.move(source, host) == 1
         await crew.lines[POLICY].actor.publish(1)
         loads = {load.replica: load for load in await rollouts.loads()}
         assert loads[source].num_present == 0 < loads[host].num_present
         newer = await rollouts.run(assignment(7, done, version=1))
-        assert (newer.group.replica, newer.group.oldest_version) == (source, 1)
+        assert (newer[0].replica, newer[0].oldest_version) == (source, 1)
         answer.touch()
-        assert {span.version for span in (await group).group.versions} == {0}
+        assert {span.version for span in (await group)[0].versions} == {0}
         loads = {load.replica: load for load in await rollouts.loads()}
         assert (loads[host].version, loads[host].num_present) == (0, 0)
 
@@ -92,7 +93,7 @@ def test_a_group_that_lost_its_host_resumes_from_its_record(crew, tmp_path):
         done.touch()
         others = await asyncio.gather(*(rollouts.run(assignment(group_id, done)) for group_id in (5, 6)))
         group, source = await running(crew, assignment(5, answer))
-        (host,) = {each.group.replica for each in others} - {source}
+        (host,) = {each[0].replica for each in others} - {source}
         while await crew.rollouts._partials[POLICY].proxy.version(5) is None:  # noqa: ASYNC110  (the recorder tells nobody)
             await asyncio.sleep(0.05)
         assert await rollouts.move(source, host) == 1
@@ -104,11 +105,11 @@ def test_a_group_that_lost_its_host_resumes_from_its_record(crew, tmp_path):
         await rollouts.restart(host, lambda worker, seconds: None)
         sampled = {load.replica: load.stats.num_tokens for load in await rollouts.loads()}
         again = await rollouts.run(assignment(5, answer))
-        assert again.group.replica == source, "the other is not set up yet"
+        assert again[0].replica == source, "the other is not set up yet"
         after = {load.replica: load.stats.num_tokens for load in await rollouts.loads()}
         first_turns = sum(len(e.trajectories[0].turns[0].output_ids) for e in payload_of(again))
-        assert after[source] - sampled[source] == again.group.num_trained - first_turns
-        same = next(each for each in others if each.group.group_id == 5)
+        assert after[source] - sampled[source] == again[0].num_trained - first_turns
+        same = next(each for each in others if each[0].group_id == 5)
         assert payload_of(again) == payload_of(same)
 
     played(crew, scenario)

@@ -12,7 +12,7 @@ from rlsys import train
 from rlsys.config import Config
 from rlsys.errors import WorkerDied
 from rlsys.replay.recorded_rollouts import read_rollouts
-from rlsys.types import Assignment, Episode, Task
+from rlsys.types import Assignment, Episode, GroupKey, Task
 from tests.jobs import config_of
 from workers.worker_set import WorkerSet
 
@@ -35,7 +35,7 @@ def rows(path: Path) -> list[dict]:
 def trained_by(run: Path) -> list[tuple[int, Episode]]:
     """Serial and episodes of all that a policy trained."""
     records = [record for path in sorted((run / "rollouts").iterdir()) for record in read_rollouts(path)]
-    return [(record.group_id, episode) for record in records for episode in record.episodes]
+    return [(record.key.group_id, episode) for record in records for episode in record.episodes]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -76,14 +76,16 @@ def test_groups_of_several_policies_survive_a_dead_replica(cluster, model_path, 
 
     async def group(group_id: int) -> set[str]:
         """The replicas that were given it."""
-        assignment = Assignment(group_id, Task(id="t", prompt="312>"), 2, 0, group_id, {"first": 0, "second": 0})
+        assignment = Assignment(
+            GroupKey(group_id, 1), Task(id="t", prompt="312>"), 2, 0, group_id, {"first": 0, "second": 0}
+        )
         try:
-            return {(await rollouts.run(assignment)).group.replica}
+            return {(await rollouts.run(assignment))[0].replica}
         except WorkerDied as death:
             await rollouts.restart(death.worker, lambda worker, seconds: recovered.set())
             done = await rollouts.run(assignment)
-            assert [view.policy for view in (done.group, *done.others)] == ["first", "second"]
-            return {death.worker, done.group.replica}
+            assert [view.policy for view in done] == ["first", "second"]
+            return {death.worker, done[0].replica}
 
     async def main() -> list[set[str]]:
         await crew.ready()

@@ -13,9 +13,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from rlsys.contracts import RolledOut
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
-from rlsys.types import POLICY, Assignment, Task
+from rlsys.types import POLICY, Assignment, Group, GroupKey, Task
 from tests.jobs import config_of
 from workers.ray.cluster import NO_MATHS, Resources, log_folder
 from workers.ray.remote_proxy import Remote, start
@@ -30,16 +29,16 @@ def test_groups_of_a_dead_only_replica_run_on_its_successor(cluster, model_path,
     # Whoever notices the death first, a group or the pool's heartbeat, has the replica replaced.
     rollouts.on_recovery = told = lambda worker, seconds: recovered.append(worker)
 
-    async def group(group_id: int) -> tuple[str, RolledOut]:
+    async def group(group_id: int) -> tuple[str, tuple[Group, ...]]:
         """Rolled out at the second attempt."""
         try:
-            await rollouts.run(Assignment(group_id, TASK, 2, 0, seed=group_id))
+            await rollouts.run(Assignment(GroupKey(group_id, 1), TASK, 2, 0, seed=group_id))
         except WorkerDied as death:
             await rollouts.restart(death.worker, told)
-            return death.worker, await rollouts.run(Assignment(group_id, TASK, 2, 0, seed=group_id))
+            return death.worker, await rollouts.run(Assignment(GroupKey(group_id, 1), TASK, 2, 0, seed=group_id))
         raise AssertionError("the replica was to die")
 
-    async def main() -> list[tuple[str, RolledOut]]:
+    async def main() -> list[tuple[str, tuple[Group, ...]]]:
         await crew.ready()
         await crew.lines[POLICY].actor.publish(0)
         rollouts.members[0].worker.kill()
@@ -50,13 +49,13 @@ def test_groups_of_a_dead_only_replica_run_on_its_successor(cluster, model_path,
     ends = asyncio.run(asyncio.wait_for(main(), 200))
     assert recovered == ["rollout-0"]
     assert {name for name, _ in ends} == {"rollout-0"}
-    assert {done.group.replica for _, done in ends} == {"rollout-0.1"}
-    assert sorted(done.group.group_id for _, done in ends) == [0, 1, 2, 3, 4]
+    assert {done[0].replica for _, done in ends} == {"rollout-0.1"}
+    assert sorted(done[0].group_id for _, done in ends) == [0, 1, 2, 3, 4]
 
 
 def test_a_stopped_replica_is_replaced_within_seconds(cluster, model_path, data_path, tmp_path):
     crew = WorkerSet.of(config_of(model_path, data_path, tmp_path, ["limits.silence_s=5"]))
-    rollouts, task = crew.rollouts, Assignment(0, TASK, 2, 0, seed=0)
+    rollouts, task = crew.rollouts, Assignment(GroupKey(0, 1), TASK, 2, 0, seed=0)
 
     async def main() -> float:
         await crew.ready()
@@ -71,7 +70,7 @@ def test_a_stopped_replica_is_replaced_within_seconds(cluster, model_path, data_
         await rollouts.restart("rollout-0", lambda worker, seconds: None)
         done = await rollouts.run(task)
         took_s = time.monotonic() - began
-        assert done.group.replica == "rollout-0.1"
+        assert done[0].replica == "rollout-0.1"
         await crew.close()
         return took_s
 

@@ -115,7 +115,7 @@ def test_a_run_without_its_folder_goes_on_from_copies(whole_run, model_path, dat
 
 def said(path: Path) -> list[object]:
     """What a step trained: tasks, tokens, logprobs, rewards."""
-    return [(r.group_id, r.task, r.episodes, r.advantages) for r in read_rollouts(path)]
+    return [(r.key.group_id, r.task, r.episodes, r.advantages) for r in read_rollouts(path)]
 
 
 def test_two_ranks_train_the_weights_of_one(whole_run, model_path, data_path, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.contracts import RolledOut, Workers
+from rlsys.contracts import Workers
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
@@ -54,12 +54,11 @@ class FakeJointRollouts(FakeRollouts):
         self.held = self.loaded[self._root]
         return self.held
 
-    async def run(self, assignment: Assignment) -> RolledOut:
-        done = await super().run(assignment)
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
+        (group,) = await super().run(assignment)
         begun = self._begun[assignment.group_id]
         episodes = tuple(self._episode(assignment.group_id, e, begun) for e in range(assignment.size))
-        views = [self._view_of(done.group, assignment, episodes, name, begun[name]) for name in begun]
-        return replace(done, group=views[0], others=tuple(views[1:]))
+        return tuple(self._view_of(group, assignment, episodes, name, begun[name]) for name in begun)
 
     def _episode(self, group_id: int, index: int, begun: Mapping[str, PolicyVersion]) -> Episode:
         speakers = [name for name in begun if name == self._root or self.speaks(name, group_id)]

@@ -263,7 +263,7 @@ class Witness:
         """
         assert self.saved is not None
         ledger, captured_s = self.saved
-        pending = {issued.group_id for issued in ledger.pending}
+        pending = set(ledger.pending)
         undone = {group_id for group_id, _ in self.dropped if group_id in pending or group_id >= ledger.next_group_id}
         return [(n, at_s) for n, at_s in self.dropped if n not in undone or at_s < captured_s - ROUNDING_S]
 

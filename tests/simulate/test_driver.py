@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
-from rlsys.contracts import GroupScores, RolledOut
+from rlsys.contracts import GroupScores
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
 from rlsys.loop.checkpoint import find_latest, read_state
 from rlsys.loop.driver import Driver
@@ -337,7 +337,7 @@ def test_a_dead_replica_is_replaced_once_and_its_groups_reissued(tmp_path):
 
 def test_a_dead_worker_is_reported_once_for_all_its_groups(tmp_path):
     class Rollouts(FakeRollouts):
-        async def run(self, assignment: Assignment) -> RolledOut:
+        async def run(self, assignment: Assignment) -> tuple[Group, ...]:
             if (owner := self.members[0]) == "rollout-0":
                 await asyncio.sleep(1.0 + assignment.group_id)
                 raise WorkerDied(owner, f"rolling out group {assignment.group_id}", "the process is gone")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config.sections import EvalSection
-from rlsys.contracts import GroupScores, RolledOut, Workers
+from rlsys.contracts import GroupScores, Workers
 from rlsys.errors import NoProgress, RunAborted
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.checkpoint_scores import BestCheckpoints
@@ -275,15 +275,15 @@ class Straying(FakePinnedRollouts):
 
     has_strayed = False
 
-    async def run(self, assignment: Assignment) -> RolledOut:
-        done = await super().run(assignment)
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
+        (group,) = await super().run(assignment)
         newest = self.world.relay
         if self.has_strayed or newest == assignment.version:
-            return done
+            return (group,)
         self.has_strayed = True
-        spans = tuple(VersionSpan(newest, s.num_tokens) for s in done.group.versions)
-        weights = (Acknowledged(done.group.replica, newest, self.world.hash(newest)),)
-        return replace(done, group=replace(done.group, versions=spans, weights=weights))
+        spans = tuple(VersionSpan(newest, s.num_tokens) for s in group.versions)
+        weights = (Acknowledged(group.replica, newest, self.world.hash(newest)),)
+        return (replace(group, versions=spans, weights=weights),)
 
 
 class StrayingWorld(TellingWorld):

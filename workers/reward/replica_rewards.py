@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlsys.contracts import Busy, Graft, GroupScores
+from rlsys.contracts import Graft, GroupScores
 from rlsys.errors import ConfigError, RunAborted
-from rlsys.types import Group, Task
+from rlsys.types import Busy, Group, Task
 
 
 class ReplicaRewards:

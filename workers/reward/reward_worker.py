@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rlsys.batch.samples import versions_of
-from rlsys.contracts import Busy, Graft, GroupScores, with_episode
+from rlsys.contracts import Graft, GroupScores, with_episode
 from rlsys.errors import PayloadLost, WorkerDied
 from rlsys.rewards.reward_function import (
     MODEL,
@@ -30,7 +30,7 @@ from rlsys.rewards.reward_function import (
     total,
     weighted,
 )
-from rlsys.types import Episode, Group, Score, Task, VersionSpan
+from rlsys.types import Busy, Episode, Group, Score, Task, VersionSpan
 from rlsys.util.deadlines import remote
 from workers.ray.call_stream import Parcel, PayloadRef, answer_in_chunks
 from workers.ray.cluster import Resources

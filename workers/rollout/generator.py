@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from rlsys.contracts import Busy
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.loop.router import request_weight
-from rlsys.types import Acknowledged, EngineStats, PolicyVersion, ReplicaLoad, VersionSpan
+from rlsys.types import Acknowledged, Busy, EngineStats, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.util.deadlines import remote
 from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.sync import change_weights

@@ -12,10 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from rlsys.contracts import RolledOut
 from rlsys.errors import DeadlineExceeded, RlsysError, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.loop.router import Router, request_weight
-from rlsys.types import POLICY, Assignment, PolicyVersion, Prompt, ReplicaLoad
+from rlsys.types import POLICY, Assignment, Group, PolicyVersion, Prompt, ReplicaLoad
 from rlsys.util.deadlines import timeout
 from workers.ray.call_stream import PayloadRef
 from workers.ray.pool import Pool, PoolMember, PoolSpec
@@ -70,7 +69,7 @@ class RolloutPool(Pool[RolloutWorker]):
         """Ids of groups whose last attempt failed. The next attempt continues from the kept tokens."""
         super().__init__(kind, "rolling out", supply)
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         group_id, text = assignment.group_id, _text(assignment.task.prompt)
         weight = assignment.size * request_weight(len(text) // CHARACTERS_PER_TOKEN)
         is_again = group_id in self._failed
@@ -82,17 +81,17 @@ class RolloutPool(Pool[RolloutWorker]):
         journey = _Journey(group_id, owner, dict.fromkeys(self._policies, owner), weight, owner)
         self._journeys.add(journey)
         try:
-            done, payload = await self._do(owner, (assignment, is_again), f"rolling out group {group_id}")
+            views, payload = await self._do(owner, (assignment, is_again), f"rolling out group {group_id}")
         except (WorkerDied, DeadlineExceeded, WeightsMismatch):
             self._failed.add(group_id)
             raise
         finally:
             self._journeys.discard(journey)
             self._router.release(journey.routed.index, weight)
-        assert isinstance(done, RolledOut)
-        self._router.report(owner.index, done.stats)
-        group, *others = (replace(view, payload=payload) for view in (done.group, *done.others))
-        return replace(done, group=group, others=tuple(others))
+        assert isinstance(views, tuple)
+        report = views[0].report
+        self._router.report(owner.index, report.stats if report else None)
+        return tuple(replace(view, payload=payload) for view in views)
 
     async def _sent(self, member: PoolMember[RolloutWorker], request: object, phase: str) -> tuple[object, PayloadRef]:
         """Await the answer within the lease, which starts when the group starts.

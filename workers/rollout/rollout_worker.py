@@ -15,9 +15,20 @@ from rlsys.agents.workflow import Workflow
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.config.chat_section import ChatSection
 from rlsys.config.schema import EarlyEndsSection
-from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import ConfigError, RlsysError, WorkerDied, WorkerError
-from rlsys.types import Acknowledged, Assignment, EngineStats, Episode, Group, ReplicaLoad, Sampling, Score, Turn
+from rlsys.types import (
+    Acknowledged,
+    Assignment,
+    Busy,
+    EngineStats,
+    Episode,
+    Group,
+    ReplicaLoad,
+    RolloutReport,
+    Sampling,
+    Score,
+    Turn,
+)
 from rlsys.util.deadlines import remote
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec
 from workers.ray.call_stream import answer_in_chunks
@@ -184,7 +195,9 @@ class RolloutWorker:
         """Roll out assignments, each with the flag `is_again` of `run`; see `answer_in_chunks`."""
         return answer_in_chunks(requests, lambda request: self.run(request[0], is_again=request[1]))
 
-    async def run(self, assignment: Assignment, *, is_again: bool = False) -> tuple[RolledOut, tuple[Episode, ...]]:
+    async def run(
+        self, assignment: Assignment, *, is_again: bool = False
+    ) -> tuple[tuple[Group, ...], tuple[Episode, ...]]:
         """Roll out one group; returns metadata and payload separately.
 
         `is_again`: the group was assigned before, and continues from its tokens in the partial response pool.
@@ -207,8 +220,8 @@ class RolloutWorker:
         views = [await self._view(name, policies[name], assignment, played, scores) for name in trained]
         busy = Busy(self.name, start_s, time.monotonic())
         pulls = tuple(pull for generator in self._generators.values() for pull in generator.take_pulls())
-        waited_s, others = start_s - arrived_s, tuple(views[1:])
-        return RolledOut(views[0], busy, self.stats(), waited_s, others, pulls), played.episodes
+        report = RolloutReport(busy, self.stats(), start_s - arrived_s, pulls)
+        return (replace(views[0], report=report), *views[1:]), played.episodes
 
     @remote("telling its engines")
     def choices(self) -> dict[str, EngineChoice]:
@@ -361,7 +374,7 @@ class RolloutWorker:
         episodes = played.episodes
         versions = versions_of(episodes, name)
         return Group(
-            group_id=assignment.group_id,
+            key=assignment.key,
             task_id=assignment.task.id,
             source=assignment.task.source,
             permit_version=assignment.version_of(name),

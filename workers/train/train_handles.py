@@ -337,4 +337,4 @@ def _payloads(groups: Sequence[Group]) -> Parcel:
 
 def _bare(groups: Sequence[Group]) -> list[Group]:
     """Groups without payloads, which travel as separate arguments."""
-    return [replace(group, payload=None, columns={}) for group in groups]
+    return [replace(group, payload=None, columns={}, report=None) for group in groups]

@@ -23,7 +23,7 @@ from rlsys.data.task_file import load_tasks
 from rlsys.errors import ConfigError, DataError, TaskTooLong
 from rlsys.testing import ScriptedPolicy
 from rlsys.testing import played as play
-from rlsys.types import OK, Assignment, Distribution, Episode, Group, Json, Message, Prompt, Task, VersionSpan
+from rlsys.types import OK, Assignment, Distribution, Episode, Group, GroupKey, Json, Message, Prompt, Task, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, played, replica_of, scripted
 from tests.scripted_engine import ScriptedEngine
@@ -180,9 +180,9 @@ def replica(engine: LocalEngine | ScriptedEngine, shelf: Shelf | None = None) ->
 
 def rolled_out(worker: RolloutWorker, *rows: Task) -> list[tuple[Group, tuple[Episode, ...]]]:
     async def scenario() -> list[tuple[Group, tuple[Episode, ...]]]:
-        assignments = [Assignment(group_id, row, 1, 0, seed=1) for group_id, row in enumerate(rows)]
+        assignments = [Assignment(GroupKey(group_id, 1), row, 1, 0, seed=1) for group_id, row in enumerate(rows)]
         done = await asyncio.gather(*(worker.run(one) for one in assignments))
-        return [(rolled.group, payload) for rolled, payload in done]
+        return [(rolled[0], payload) for rolled, payload in done]
 
     return played([worker], scenario)
 

@@ -15,7 +15,7 @@ from rlsys.algorithm import Aggregation
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import meta_of
 from rlsys.batch.tensors import StepData
-from rlsys.types import Episode, Group, Score, Trajectory, Turn, VersionSpan, failed
+from rlsys.types import Episode, Group, GroupKey, Score, Trajectory, Turn, VersionSpan, failed
 
 REWARDS = st.floats(0, 1, width=32)
 
@@ -39,7 +39,7 @@ def group_of(episodes: list[Episode], rewards: list[list[float | None]]) -> Grou
     payload = tuple(episodes)
     metas = meta_of(payload)
     group = Group(
-        group_id=0, task_id="t", permit_version=0, replica="r", episodes=metas, versions=(VersionSpan(0, 1),),
+        key=GroupKey(0, 1), task_id="t", permit_version=0, replica="r", episodes=metas, versions=(VersionSpan(0, 1),),
         weights=(), payload=payload,
     )  # fmt: skip
     scores = [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, SampleRef, num_trained, plan_batch
-from rlsys.types import OK, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, VersionSpan, failed
+from rlsys.types import OK, EpisodeMeta, Group, GroupKey, SampleMeta, TrajectoryMeta, VersionSpan, failed
 
 TOKENS = Aggregation()
 
@@ -42,7 +42,7 @@ aggregations = st.sampled_from(
 
 def group(group_id: int, *members: EpisodeMeta) -> Group:
     return Group(
-        group_id=group_id,
+        key=GroupKey(group_id, 1),
         task_id=str(group_id),
         permit_version=0,
         replica="r",

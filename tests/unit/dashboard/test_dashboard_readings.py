@@ -245,7 +245,7 @@ def test_damaged_rollout_lines_are_counted_once_read(history: History) -> None:
     assert len(readings.groups("run", 2).groups) == 4
     assert readings.run("run").num_corrupt == 2
     with pytest.raises(NoSuch, match="cannot be read"):
-        readings.group("run", 2, first.group_id)
+        readings.group("run", 2, first.key.group_id)
     assert readings.run("run").num_corrupt == 2
 
 
@@ -407,7 +407,7 @@ def test_an_episode_is_told_token_by_token(runs: Path) -> None:
     lead, subagent = answer.trajectories
     assert (lead.parent, subagent.parent) == (None, 0)
     assert lead.turns[0].tool_calls == [{"name": "ask", "arguments": {"question": "15 + 0"}}]
-    record = next(r for r in read_rollouts(runs / "small" / "rollouts" / "step_000003.parquet") if r.group_id == 15)
+    record = next(r for r in read_rollouts(runs / "small" / "rollouts" / "step_000003.parquet") if r.key.group_id == 15)
     reading = record.readings[0][0][0]
     for turn in lead.turns:
         assert "".join(turn.pieces) == turn.text

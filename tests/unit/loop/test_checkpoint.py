@@ -21,13 +21,13 @@ from rlsys.contracts import Files
 from rlsys.data.task_source import Cursor
 from rlsys.errors import CheckpointError
 from rlsys.loop.checkpoint import Checkpoints, DriverState, find_intact, find_latest, is_complete, read_state
-from rlsys.loop.task_ledger import IssuedTask, LedgerState
+from rlsys.loop.task_ledger import LedgerState, TaskDraw
 
 PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.json", "manifest.json"]
 
 
 def state_of(step: int) -> DriverState:
-    pending = [IssuedTask(group_id=7, task_id="a", cursor=Cursor(1, 2))]
+    pending = {7: TaskDraw(task_id="a", cursor=Cursor(1, 2))}
     ledger = LedgerState("8 tasks", Cursor(1, 3), 8, 7, pending)
     return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
 
@@ -241,6 +241,31 @@ def test_an_unreadable_driver_state_is_named(tmp_path, text, message):
     path = tmp_path / "step_000002" / "driver.json"
     path.write_text(text.ljust(path.stat().st_size))
     with pytest.raises(CheckpointError, match=message):
+        read_state(tmp_path / "step_000002")
+
+
+def rewritten(path: Path, pending: object) -> None:
+    """Replace the pending groups of a state."""
+    row = json.loads(path.read_text())
+    row["ledger"]["pending"] = pending
+    path.write_text(json.dumps(row).ljust(path.stat().st_size))
+
+
+def test_pending_groups_are_rows_with_a_group_id(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    path = tmp_path / "step_000002" / "driver.json"
+    cursor = {"epoch": 1, "position": 2, "source": ""}
+    rows = [{"group_id": 7, "task_id": "a", "cursor": cursor, "size": None, "token_limit": None}]
+    assert json.loads(path.read_text())["ledger"]["pending"] == rows
+    rewritten(path, [{"group_id": 7, "task_id": "a", "cursor": cursor}])
+    assert read_state(tmp_path / "step_000002") == state_of(2)
+
+
+@pytest.mark.parametrize("pending", [3, [3], [{}], [{"group_id": []}], [{"group_id": 7}] * 2, {"group_id": 7}])
+def test_pending_groups_in_another_form_are_refused(tmp_path, pending):
+    checkpoints_in(tmp_path, 2)
+    rewritten(tmp_path / "step_000002" / "driver.json", pending)
+    with pytest.raises(CheckpointError, match=r"driver\.json cannot be read"):
         read_state(tmp_path / "step_000002")
 
 

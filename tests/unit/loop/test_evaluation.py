@@ -10,7 +10,6 @@ import pytest
 
 from rlsys.config.schema import LimitsSection
 from rlsys.config.sections import EvalSection
-from rlsys.contracts import RolledOut
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
@@ -36,7 +35,7 @@ class Watched:
         self.restart, self.loads = fake.restart, fake.loads
         self.move, self.placements = fake.move, fake.placements
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         self.assignments.append(assignment)
         if assignment.task.id in self.too_long:
             raise TaskTooLong("rollout-0", "encoding a prompt", "2000 tokens")
@@ -110,6 +109,14 @@ def test_worker_faults_are_retried_with_the_same_result(fault):
 
 def test_lost_payloads_are_rolled_out_again_with_equal_results():
     assert measured(FakeWorld(payload_losses={"score": {0, 3}})) == measured(FakeWorld())
+
+
+def test_each_rollout_of_a_task_is_another_attempt():
+    rollouts = Watched(FakeWorld(rollout_faults={1: Fault.DIES}, payload_losses={"score": {0}}))
+    run_virtual(evaluator_on(rollouts, {"d": 3}).measure("d"))
+    keys = [assignment.key for assignment in rollouts.assignments]
+    assert len(set(keys)) == len(keys) == 5
+    assert {key.group_id for key in keys if key.attempt == 1} == {0, 1, 2}
 
 
 def test_a_payload_that_is_lost_every_time_ends_the_evaluation():

@@ -256,7 +256,7 @@ async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choice
         attempts += [one for one in dict.fromkeys(latest) if one not in attempts]
         issued = [n for n, one in queue.groups.items() if one.state is not State.REISSUED]
         assert sorted(queue.ledger.open) == issued
-        assert [entry.group_id for entry in queue.ledger.state().pending] == list(queue.groups)
+        assert list(queue.ledger.state().pending) == list(queue.groups)
         assert queue.num_finished == sum(one.state is State.READY for one in queue.groups.values())
         num_twice = sum(permit.group.is_offered for _, permit in held)
         assert queue.num_permits - num_twice == queue.capacity
@@ -987,7 +987,7 @@ class Played:
     def restored(self, before: GroupQueue, queue: GroupQueue) -> None:
         """Let `queue` go on where `before` was cut."""
         state = before.ledger.state()
-        assert [entry.group_id for entry in state.pending] == self.unsettled
+        assert list(state.pending) == self.unsettled
         self.consumed, self.num_before = [], self.num_before + len(self.consumed)
         finished = [each.group for each in before.finished]
         queue.restore(state, before.version, queue.num_groups - self.num_before, finished)

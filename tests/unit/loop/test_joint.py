@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from rlsys.contracts import Busy, Graft, GroupScores, RolledOut
+from rlsys.contracts import Graft, GroupScores
 from rlsys.errors import WorkerDied
 from rlsys.loop.group_queue import Permit
 from rlsys.loop.multi_policy import Joint
 from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.testing import tasks
-from rlsys.types import Assignment, Group, ReplicaLoad, Score, Task
+from rlsys.types import Assignment, Busy, Group, GroupKey, ReplicaLoad, Score, Task
 from tests.groups import group as group_of
-from tests.groups import hand_in, queue_of
+from tests.groups import hand_in, queue_of, rolled_out
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Workers:
     scored: list[object] = field(default_factory=list)
     """Payloads."""
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         self.rolled_out.append(assignment)
         await asyncio.sleep(1.0)
         if len(self.rolled_out) in self.failing_rollouts:
@@ -40,7 +40,7 @@ class Workers:
         first, *others = (
             replace(group_of(assignment.group_id), payload=payload, policy=policy) for policy in assignment.versions
         )
-        return RolledOut(first, Busy("rollout-0", 0, 1), others=tuple(others))
+        return rolled_out(first), *others
 
     async def score(self, task: Task, group: Group) -> GroupScores:
         self.scored.append(group.payload)
@@ -78,10 +78,10 @@ class Pair:
         """With its next group."""
         return await self.permits.enter_async_context(self.queues[policy].permit())
 
-    def asks(self, policy: str, assignment: Assignment | None = None) -> asyncio.Task[RolledOut]:
+    def asks(self, policy: str, assignment: Assignment | None = None) -> asyncio.Task[Group]:
         """For its next group, or again for one."""
 
-        async def issued() -> RolledOut:
+        async def issued() -> Group:
             return await self.joint.run(policy, assignment or (await self.permit(policy)).group.assignment)
 
         return asyncio.create_task(issued())
@@ -125,7 +125,23 @@ def test_a_rollout_dropped_by_one_policy_is_retried_for_another():
         assert pair.joint.awaited("a") == {0: "policy b"}
         pair.queues["b"].drop(pair.queues["b"].groups[0], "failed", "nothing to train")
         pair.asks("b")
-        assert (await again).group.policy == "a"
+        assert (await again).policy == "a"
+
+    pair.played(scenario)
+
+
+def test_each_rollout_of_a_group_has_another_key():
+    workers = Workers()
+    pair = Pair(workers)
+
+    async def scenario() -> None:
+        views = await asyncio.gather(pair.asks("a"), pair.asks("b"))
+        for policy, view in zip("ab", views, strict=True):  # each lost the payload, one after the other
+            queue = pair.queues[policy]
+            queue.finish_rollout(queue.start_rollout(Permit(queue.groups[0])), view)
+            queue.reissue(queue.groups[0], "its payload is lost")
+            assert (await pair.asks(policy)).key == GroupKey(0, 2)
+        assert [assignment.key for assignment in workers.rolled_out] == [(0, 1), (0, 2), (0, 3)]
 
     pair.played(scenario)
 
@@ -136,9 +152,9 @@ def test_a_rollout_is_scored_once_unless_scoring_failed():
 
     async def scenario() -> None:
         done = await asyncio.gather(pair.asks("a"), pair.asks("b"))
-        scores = [pair.joint.score(name, tasks(1)[0], each.group) for name, each in zip("ab", done, strict=True)]
+        scores = [pair.joint.score(name, tasks(1)[0], each) for name, each in zip("ab", done, strict=True)]
         assert {type(end) for end in await asyncio.gather(*scores, return_exceptions=True)} == {WorkerDied}
-        scores = [pair.joint.score(name, tasks(1)[0], each.group) for name, each in zip("ab", done, strict=True)]
+        scores = [pair.joint.score(name, tasks(1)[0], each) for name, each in zip("ab", done, strict=True)]
         one, other = await asyncio.gather(*scores)
         assert one is other
         assert workers.scored == ["rollout 1"] * 2
@@ -154,10 +170,10 @@ def test_scores_belong_to_the_rollout_they_were_requested_for():
         task = tasks(1)[0]
         pair.joint.leave("b")
         assignment = (await pair.permit("a")).group.assignment
-        lost = (await pair.asks("a", assignment)).group
+        lost = await pair.asks("a", assignment)
         with pytest.raises(WorkerDied):
             await pair.joint.score("a", task, lost)
-        anew = (await pair.asks("a", assignment)).group
+        anew = await pair.asks("a", assignment)
         await pair.joint.score("a", task, lost)
         await pair.joint.score("a", task, anew)
         assert workers.scored == ["rollout 1", "rollout 1", "rollout 2"]

@@ -66,7 +66,7 @@ def test_a_lost_group_is_issued_again_before_new_ones():
     issued = [ledger.issue(0) for _ in range(4)]
     for group_id in (3, 1):
         ledger.again(group_id)
-    assert [e.group_id for e in ledger.state().pending] == [0, 1, 2, 3]
+    assert list(ledger.state().pending) == [0, 1, 2, 3]
     again = [ledger.issue(7) for _ in range(3)]
     assert [a.group_id for a in again] == [1, 3, 4]
     assert [(a.task, a.seed, a.version) for a in again[:2]] == [(issued[s].task, issued[s].seed, 7) for s in (1, 3)]
@@ -88,7 +88,7 @@ def test_what_waits_to_be_issued_again_survives_a_second_interruption():
     between = ledger_of()
     between.restore(before.state(), finished=())
     between.issue(0)
-    assert [e.group_id for e in between.state().pending] == [0, 1, 2]
+    assert list(between.state().pending) == [0, 1, 2]
 
 
 @settings(max_examples=100)
@@ -121,7 +121,7 @@ def test_whenever_it_crashes_every_group_is_settled_exactly_once(actions):
             ledger.again(sorted(ledger.open)[choice % len(ledger.open)])
         elif action == "crash":
             state, ledger = ledger.state(), ledger_of()
-            ledger.restore(state, finished={e.group_id for e in state.pending if e.group_id % 10 < choice})
+            ledger.restore(state, finished={group_id for group_id in state.pending if group_id % 10 < choice})
         elif action in ("consume", "drop"):
             settle(choice, action)
     while ledger.open:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from rlsys.contracts import RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.loop.repack import Repacker
 from rlsys.monitoring.events import Event, Events, TrajectoriesMoved
 from rlsys.testing import EventRecorder, run_virtual
-from rlsys.types import Assignment, EngineStats, ReplicaLoad
+from rlsys.types import Assignment, EngineStats, Group, ReplicaLoad
 
 
 class Looks:
@@ -35,7 +34,7 @@ class Looks:
         self.moves.append((source, to))
         return self.moved
 
-    async def run(self, assignment: Assignment) -> RolledOut:
+    async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         raise NotImplementedError
 
     async def restart(self, worker: str, on_recovery: object) -> None:

@@ -14,11 +14,10 @@ import ray
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import WorkerDied
 from rlsys.loop.router import KV_FULL, OVERLOAD, Router, RouterLoad, choose, request_weight
-from rlsys.types import Acknowledged, Assignment, EngineStats, Task
-from tests.groups import group
+from rlsys.types import Acknowledged, Assignment, Busy, EngineStats, GroupKey, RolloutReport, Task
+from tests.groups import group, rolled_out
 from workers.ray.call_stream import PayloadRef
 from workers.ray.pool import PoolMember, PoolSpec
 from workers.ray.remote_proxy import Remote
@@ -258,12 +257,14 @@ class Told(RolloutPool):
         if member.name in self.dead:
             raise WorkerDied(member.name, phase, "the process is gone")
         stats = EngineStats(num_running=0, num_waiting=0, kv_used=0.0, num_tokens=7)
-        return RolledOut(group(assignment.group_id), Busy(member.name, 0, 1), stats), PayloadRef(ray.ObjectRef.nil(), 0)
+        return (rolled_out(group(assignment.group_id), RolloutReport(Busy(member.name, 0, 1), stats)),), PayloadRef(
+            ray.ObjectRef.nil(), 0
+        )
 
 
 def assignment(group_id: int, num_characters: int = 10, *, size: int = 4, version: int = 0) -> Assignment:
     task = Task(id=str(group_id), prompt=f"{group_id:04}" + "x" * (num_characters - 4))
-    return Assignment(group_id, task, size, version, 0)
+    return Assignment(GroupKey(group_id, 1), task, size, version, 0)
 
 
 def test_a_pool_routes_by_prompt_length_to_the_least_loaded() -> None:
@@ -279,7 +280,7 @@ def test_a_pool_routes_by_prompt_length_to_the_least_loaded() -> None:
         assert pool.asked == ["rollout-0", *["rollout-1"] * 10]
         assert {load.weight for load in pool._router.loads} == {0}
         assert all(load.stats is not None and load.stats.num_tokens == 7 for load in pool._router.loads)
-        assert [d.result().group.group_id for d in done] == list(range(11))
+        assert [d.result()[0].group_id for d in done] == list(range(11))
 
     asyncio.run(scenario())
 
@@ -305,7 +306,7 @@ def test_tasks_return_to_their_replica_while_weights_are_unchanged() -> None:
         await pool.ready()
         pool.answer.clear()
         chat = Task(id="t", prompt=({"role": "user", "content": "Sort 312"},))
-        first = asyncio.create_task(pool.run(Assignment(0, chat, 4, 0, 0)))
+        first = asyncio.create_task(pool.run(Assignment(GroupKey(0, 1), chat, 4, 0, 0)))
         second = asyncio.create_task(pool.run(assignment(1)))
         await asyncio.sleep(0)
         pool.answer.set()

@@ -12,7 +12,7 @@ from rlsys.errors import NoSignal, NothingToTrain
 from rlsys.loop.learner import BatchShape, Learner
 from rlsys.loop.step_metrics import StepClock, _rewards
 from rlsys.testing import FakeWorld
-from rlsys.types import Episode, Group, Score, Trajectory, Turn, VersionSpan, failed
+from rlsys.types import Episode, Group, GroupKey, Score, Trajectory, Turn, VersionSpan, failed
 
 
 def said(policy: str, version: int, *, reward: float | None = None, parent: int | None = 0) -> Trajectory:
@@ -23,7 +23,7 @@ def said(policy: str, version: int, *, reward: float | None = None, parent: int 
 def view(policy: str, *episodes: tuple[Trajectory, ...]) -> Group:
     payload = tuple(map(Episode, episodes))
     return Group(
-        group_id=0, task_id="t", permit_version=0, replica="r", episodes=meta_of(payload),
+        key=GroupKey(0, 1), task_id="t", permit_version=0, replica="r", episodes=meta_of(payload),
         versions=versions_of(payload, policy), weights=(), payload=payload, policy=policy,
     )  # fmt: skip
 

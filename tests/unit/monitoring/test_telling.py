@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlsys.contracts import Busy, RolledOut
 from rlsys.monitoring.events import (
     SHORTEST_S,
     Event,
@@ -16,8 +15,8 @@ from rlsys.monitoring.events import (
     group_scored,
 )
 from rlsys.testing import EventRecorder
-from rlsys.types import TRUNCATED, TrajectoryMeta, failed
-from tests.groups import episode, group
+from rlsys.types import TRUNCATED, Busy, RolloutReport, TrajectoryMeta, failed
+from tests.groups import episode, group, rolled_out
 
 SUBAGENT = TrajectoryMeta("subagent", 0, TRUNCATED, None, episode(0.0, num_trained=4).trajectories[0].samples)
 
@@ -45,7 +44,7 @@ def test_a_rolled_out_group_reports_all_lengths_and_truncated_episodes():
     both = replace(lead, trajectories=(*lead.trajectories, SUBAGENT, SUBAGENT))
     lost = episode(None, failed("a tool broke"), num_trained=2)
     of = group(4, versions=(2, 5), episodes=[both, lead, lost])
-    event = group_rolled_out(RolledOut(of, Busy("rollout-0", 10.0, 12.5), waited_s=0.5))
+    event = group_rolled_out(rolled_out(of, RolloutReport(Busy("rollout-0", 10.0, 12.5), waited_s=0.5)))
     assert (event.group_id, event.task_id, event.worker) == (4, "task-4", "rollout-0")
     assert (event.oldest, event.newest, event.lengths, event.num_truncated) == (2, 5, (11, 3, 2), 1)
     assert (event.seconds, event.waited_s) == (2.5, 0.5)
@@ -53,7 +52,7 @@ def test_a_rolled_out_group_reports_all_lengths_and_truncated_episodes():
 
 def test_a_group_without_samples_has_its_permits_version():
     of = replace(group(0), versions=(), permit_version=7)
-    event = group_rolled_out(RolledOut(of, Busy("rollout-0", 0.0, 1.0)))
+    event = group_rolled_out(rolled_out(of, RolloutReport(Busy("rollout-0", 0.0, 1.0))))
     assert (event.oldest, event.newest) == (7, 7)
 
 

@@ -31,7 +31,7 @@ from rlsys.monitoring.trackers.tensorboard import TensorBoard
 from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sampled
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord
-from rlsys.types import Episode, Task, Trajectory
+from rlsys.types import Episode, GroupKey, Task, Trajectory
 from tests.rollouts import rollouts, said
 
 MINIMAL = ("run.steps=8", "model.path=m", "data.path=d")
@@ -242,7 +242,9 @@ def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
 def test_an_overlong_text_is_cut_with_a_note(tmp_path: Path):
     path = tmp_path / "step_10.parquet"
     episode = Episode((Trajectory("policy", (said("a" * (LONGEST + 1234), 1),), reward=1.0),))
-    write_rollouts(path, [RolloutRecord(10, 0, Task(id="t", prompt="p"), "rollout-0", 0, (episode,), (), ({},))])
+    write_rollouts(
+        path, [RolloutRecord(10, GroupKey(0, 1), Task(id="t", prompt="p"), "rollout-0", 0, (episode,), (), ({},))]
+    )
     (row,) = sampled(path, 9)
     assert row.text == "a" * LONGEST + " ... (1,234 characters more)"
 

@@ -44,6 +44,7 @@ from rlsys.types import (
     Acknowledged,
     Episode,
     Group,
+    GroupKey,
     Outcome,
     OutcomeKind,
     Score,
@@ -53,6 +54,7 @@ from rlsys.types import (
     VersionSpan,
     failed,
 )
+from tests.groups import rolled_out
 from tests.rollouts import damage, lines_of, rollouts, write_lines
 
 ids = st.lists(st.integers(0, 2**17), max_size=4).map(tuple)
@@ -110,7 +112,7 @@ assigned = st.lists(
 def group_of(payload: tuple[Episode, ...], group_id: int = 5) -> Group:
     spans = versions_of(payload)
     return Group(
-        group_id=group_id,
+        key=GroupKey(group_id, 0),
         task_id="t",
         permit_version=2,
         replica="rollout-0",
@@ -196,11 +198,22 @@ def test_any_reader_of_parquet_finds_episodes_by_what_they_got(tmp_path: Path) -
     assert [row[name] for name in names] == [7, 5, 1, "user: 2?", "wrong", -0.5, [3], [-0.5]]
 
 
+def test_rollouts_without_an_attempt_read_as_attempt_zero(tmp_path: Path) -> None:
+    group = replace(group_of((said("a"),)), key=GroupKey(5, 3))
+    write_rollouts(
+        path := tmp_path / "s.parquet", [RolloutRecord.of(7, Task(id="t", prompt="p"), group, (said("a"),), [])]
+    )
+    (back,) = read_rollouts(path)
+    pq.write_table(pq.read_table(path).drop_columns("attempt"), path)
+    (of_earlier,) = read_rollouts(path)
+    assert (back.key, of_earlier) == (GroupKey(5, 3), replace(back, key=GroupKey(5, 0)))
+
+
 def test_one_damaged_group_costs_no_other(tmp_path: Path) -> None:
     path = rollouts(tmp_path / "step_000010.parquet", [1.0] * 6)
     damage(path, 1)
     file = open_rollouts(path)
-    assert [file.record(place).group_id for place in (0, 2)] == [0, 2]
+    assert [file.record(place).key.group_id for place in (0, 2)] == [0, 2]
     with pytest.raises(DataError, match="damaged"):
         file.record(1)
 
@@ -304,11 +317,13 @@ def test_format_1_lines_are_read_with_defaults() -> None:
     assert record.episodes[0].trajectories[0].turns[0].text == "1"
 
 
-def test_references_are_left_behind(tmp_path: Path) -> None:
-    group = replace(group_of(()), payload=object(), columns={"reference_logprobs": object()})
-    write_groups(tmp_path / "groups.jsonl", [GroupRecord(group, ())])
-    (back,) = read_groups(tmp_path / "groups.jsonl")
-    assert (back.group.payload, back.group.columns) == (None, {})
+def test_only_facts_that_outlive_the_process_are_saved(tmp_path: Path) -> None:
+    group = replace(group_of(()), key=GroupKey(5, 3), payload=object(), columns={"reference_logprobs": object()})
+    write_groups(path := tmp_path / "groups.jsonl", [GroupRecord(rolled_out(group), ())])
+    (back,) = read_groups(path)
+    assert (back.group.key, back.group.payload, back.group.columns, back.group.report) == ((5, 0), None, {}, None)
+    fields = orjson.loads(path.read_bytes())["group"]
+    assert fields["group_id"] == 5 and not {"key", "columns", "report"} & fields.keys()
 
 
 def test_a_file_appears_whole_and_its_folder_with_it(tmp_path: Path) -> None:

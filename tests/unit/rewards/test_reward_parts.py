@@ -19,7 +19,7 @@ from rlsys.replay.rollout_log import (
     read_groups,
     write_groups,
 )
-from rlsys.types import Episode, Score, Task, Trajectory
+from rlsys.types import Episode, GroupKey, Score, Task, Trajectory
 from tests.groups import episode, group, queue_of
 
 JUDGED = (
@@ -51,6 +51,6 @@ def test_a_rollout_record_shows_the_parts(tmp_path: Path) -> None:
 
 
 def test_a_checkpointed_group_keeps_its_parts(tmp_path: Path) -> None:
-    record = GroupRecord(replace(GROUP, payload=None), PAYLOAD)
+    record = GroupRecord(replace(GROUP, key=GroupKey(0, 0), payload=None), PAYLOAD)
     write_groups(tmp_path / "groups.jsonl", [record])
     assert read_groups(tmp_path / "groups.jsonl") == [record]

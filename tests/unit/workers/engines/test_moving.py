@@ -9,9 +9,8 @@ import pytest
 from torch import Tensor
 
 from rlsys.agents.workflow import Session, Workflow
-from rlsys.contracts import RolledOut
 from rlsys.errors import ConfigError, DeadlineExceeded, WorkerDied
-from rlsys.types import Acknowledged, Episode, VersionSpan
+from rlsys.types import Acknowledged, Episode, Group, VersionSpan
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scripted, until
 from tests.scripted_engine import ScriptedEngine
@@ -22,7 +21,7 @@ from workers.rollout.group_route import Ticket
 from workers.rollout.rollout_worker import RolloutWorker
 
 NUM_TOKENS = 30
-Done = tuple[RolledOut, tuple[Episode, ...]]
+Done = tuple[tuple[Group, ...], tuple[Episode, ...]]
 
 
 class Tools(Workflow):
@@ -93,8 +92,8 @@ def test_a_moved_group_has_the_tokens_of_an_unmoved_one():
         num_left = 2 * NUM_TOKENS - team.engines[0].stats().num_tokens + NUM_TOKENS
         done, payload = await group
         assert payload == unmoved_payload
-        assert done.group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
-        assert [(w.replica, w.hash) for w in done.group.weights] == [("a", hash_of(0))]
+        assert done[0].versions == (VersionSpan(0, 2 * NUM_TOKENS),)
+        assert [(w.replica, w.hash) for w in done[0].weights] == [("a", hash_of(0))]
         assert team.engines[1].stats().num_tokens - sampled == num_left, "nothing is sampled twice"
 
     unmoved_payload = unmoved()
@@ -144,11 +143,11 @@ def test_a_source_takes_new_weights_while_its_moved_group_continues():
         assert a.generator.load().version == 0, "running groups hold the change back"
         await team.engines[1].pause()  # so that the moved group does not end
         assert await a.generator.give_away("a", b.generator) == (3,)
-        assert (await new)[0].group.versions == (VersionSpan(1, 2 * NUM_TOKENS),)
+        assert (await new)[0][0].versions == (VersionSpan(1, 2 * NUM_TOKENS),)
         assert not old.done()
         assert b.generator.load().version == 0
         await team.engines[1].resume()
-        assert (await old)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
+        assert (await old)[0][0].versions == (VersionSpan(0, 2 * NUM_TOKENS),)
 
     played(team.workers, scenario)
 
@@ -169,8 +168,8 @@ def test_a_host_keeps_its_weights_until_guests_are_done():
             await asyncio.sleep(0)
         assert (b.generator.load().version, b.generator.load().is_loading) == (0, False)
         await team.engines[1].resume()
-        assert (await old)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
-        assert (await new)[0].group.versions == (VersionSpan(1, 2 * NUM_TOKENS),)
+        assert (await old)[0][0].versions == (VersionSpan(0, 2 * NUM_TOKENS),)
+        assert (await new)[0][0].versions == (VersionSpan(1, 2 * NUM_TOKENS),)
 
     played(team.workers, scenario)
 
@@ -196,7 +195,7 @@ def test_a_group_waiting_on_a_tool_moves_and_continues_there():
         assert a.generator.load().version == 1
         tools.answer.set()
         done, payload = await group
-        assert done.group.versions == (VersionSpan(0, 4 * NUM_TOKENS),)
+        assert done[0].versions == (VersionSpan(0, 4 * NUM_TOKENS),)
         assert [engine.stats().num_tokens for engine in team.engines] == [sampled[0], sampled[1] + 2 * NUM_TOKENS]
         assert b.generator.load().num_present == 0
         return payload
@@ -230,7 +229,7 @@ def test_a_replica_refuses_guests_it_cannot_serve_and_they_stay(why: str):
         group = await team.begun()
         assert await a.generator.give_away("a", b.generator) == ()
         assert b.generator.load().num_present == 0
-        assert (await group)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
+        assert (await group)[0][0].versions == (VersionSpan(0, 2 * NUM_TOKENS),)
 
     played(team.workers, scenario)
 
@@ -358,7 +357,7 @@ def test_a_request_that_ends_while_it_is_aborted_is_whole():
             abort(request_id)
         assert await moving == (3,)
         done, payload = await group
-        assert (done.group.num_trained, payload) == (2 * NUM_TOKENS, unmoved_payload)
+        assert (done[0].num_trained, payload) == (2 * NUM_TOKENS, unmoved_payload)
 
     unmoved_payload = unmoved()
     played(team.workers, scenario)
@@ -453,7 +452,7 @@ def test_guests_move_on_only_through_their_owner():
         assert await a.generator.give_away("b", c.generator) == (3,)
         assert [w.generator.load().num_present for w in team.workers] == [0, 0, 2]
         done, payload = await group
-        assert done.group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
+        assert done[0].versions == (VersionSpan(0, 2 * NUM_TOKENS),)
         return payload
 
     assert played(team.workers, scenario) == unmoved()
@@ -471,7 +470,7 @@ def test_guests_move_on_though_their_owner_has_newer_weights():
         team.shelf.put(1)
         await a.run(assignment(1, group_id=4))
         assert await a.generator.give_away("b", c.generator) == (3,)
-        assert (await group)[0].group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
+        assert (await group)[0][0].versions == (VersionSpan(0, 2 * NUM_TOKENS),)
 
     played(team.workers, scenario)
 

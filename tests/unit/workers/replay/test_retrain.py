@@ -337,7 +337,7 @@ def test_it_stops_right_before_the_step_with_what_it_trains(plain: Run) -> None:
     stops: list[tuple[object, ...]] = []
 
     def stop(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: FsdpBackend) -> None:
-        stops.append((step, plan[0].num_tokens, [group.group_id for group in groups], backend.step))
+        stops.append((step, plan[0].num_tokens, [group.key.group_id for group in groups], backend.step))
 
     found = retrain(plain.config, shape_of(plain.config), RecordedSteps.of(plain.folder, 2), stop)
     num_tokens = sum(record.group.num_trained for record in read_rollouts(plain.rollouts(2)))

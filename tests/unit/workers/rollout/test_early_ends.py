@@ -59,7 +59,7 @@ def rolled_out(ends: GroupEnds, prompt: str = "x>", workflow: Workflow | None = 
 
 def test_a_settled_group_ends_early_and_says_so():
     done, episodes = rolled_out(GroupEnds(after=0.5, keep=1e-9))
-    group = done.group
+    group = done[0]
     assert (len(episodes), group.num_ended_early, group.settled_reward) == (3, 3, 1.0)
     assert [len(e.trajectories[0].turns) for e in episodes] == [1, 5, 9]
     assert [e.weight for e in group.episodes] == [1.0] * 3
@@ -68,18 +68,18 @@ def test_a_settled_group_ends_early_and_says_so():
 
 def test_episodes_that_go_on_stand_for_all_that_were_running():
     done, _ = rolled_out(GroupEnds(after=0.5, keep=1 - 1e-12))
-    assert [e.weight for e in done.group.episodes] == pytest.approx([1.0] * 6)
-    assert (done.group.num_ended_early, done.group.settled_reward) == (0, 1.0)
+    assert [e.weight for e in done[0].episodes] == pytest.approx([1.0] * 6)
+    assert (done[0].num_ended_early, done[0].settled_reward) == (0, 1.0)
     half, _ = rolled_out(GroupEnds(after=0.34, keep=0.5), size=10)
-    weights = [e.weight for e in half.group.episodes]
+    weights = [e.weight for e in half[0].episodes]
     assert weights[:4] == [1.0] * 4 and set(weights[4:]) <= {2.0}
-    assert half.group.num_ended_early == 10 - len(weights)
+    assert half[0].num_ended_early == 10 - len(weights)
 
 
 @pytest.mark.parametrize("prompt", ["0>", "1>", "2>"])
 def test_a_group_with_different_rewards_is_played_to_its_end(prompt):
     done, episodes = rolled_out(GroupEnds(after=0.5, keep=1e-9), prompt)
-    assert (len(episodes), done.group.num_ended_early, done.group.settled_reward) == (6, 0, None)
+    assert (len(episodes), done[0].num_ended_early, done[0].settled_reward) == (6, 0, None)
 
 
 def test_two_episodes_at_least_have_ended():
@@ -90,10 +90,10 @@ def test_two_episodes_at_least_have_ended():
 def test_a_judge_scores_what_the_workflow_does_not():
     judge = Lengths()
     done, episodes = rolled_out(GroupEnds(after=0.3, keep=1e-9, judge=judge), workflow=Silent())
-    assert len(episodes) == 2 and done.group.settled_reward == 1.0
+    assert len(episodes) == 2 and done[0].settled_reward == 1.0
     assert judge.is_closed
     unknown, all_of_them = rolled_out(GroupEnds(after=0.3, keep=1e-9), workflow=Silent())
-    assert len(all_of_them) == 6 and unknown.group.settled_reward is None
+    assert len(all_of_them) == 6 and unknown[0].settled_reward is None
 
 
 def test_nothing_runs_at_the_engine_after_an_early_end():

@@ -169,11 +169,11 @@ def test_a_reissued_group_resumes_from_partials_to_equal_results(num_tokens, sai
     async def scenario() -> None:
         noted = await pair.dies_at(num_tokens)
         done, payload = await pair.workers[1].run(assignment(), is_again=True)
-        total = done.group.num_trained
+        total = done[0].num_trained
         assert noted >= num_tokens
         assert pair.engines[1].stats().num_tokens == total - noted
-        assert done.group.versions == (VersionSpan(0, total),)
-        assert done.group.weights == (Acknowledged("b", 0, hash_of(0)),)
+        assert done[0].versions == (VersionSpan(0, total),)
+        assert done[0].weights == (Acknowledged("b", 0, hash_of(0)),)
         assert payload == undisturbed_payload
         assert await pair.store.recall(3) == {}, "it has ended"
 
@@ -189,7 +189,7 @@ def test_on_another_version_it_begins_from_scratch(when: When):
         await pair.dies_at(20)
         pair.shelves[1].put(1)
         done, _ = await pair.workers[1].run(assignment(), is_again=True)
-        assert done.group.versions == (VersionSpan(1, 2 * NUM_TOKENS),)
+        assert done[0].versions == (VersionSpan(1, 2 * NUM_TOKENS),)
         assert pair.engines[1].stats().num_tokens == 2 * NUM_TOKENS
 
     played(pair.workers, scenario)
@@ -202,8 +202,8 @@ def test_inflight_resumption_acknowledges_both_versions():
         noted = await pair.dies_at(20)
         pair.shelves[1].put(1)
         done, _ = await pair.workers[1].run(assignment(), is_again=True)
-        assert done.group.versions == (VersionSpan(0, noted), VersionSpan(1, 2 * NUM_TOKENS - noted))
-        assert done.group.weights == (Acknowledged("a", 0, hash_of(0)), Acknowledged("b", 1, hash_of(1)))
+        assert done[0].versions == (VersionSpan(0, noted), VersionSpan(1, 2 * NUM_TOKENS - noted))
+        assert done[0].weights == (Acknowledged("a", 0, hash_of(0)), Acknowledged("b", 1, hash_of(1)))
 
     played(pair.workers, scenario)
 
@@ -215,7 +215,7 @@ def test_inflight_tokens_older_than_the_permit_are_sampled_again():
         await pair.dies_at(20)
         pair.shelves[1].put(1)
         done, _ = await pair.workers[1].run(assignment(1), is_again=True)
-        assert done.group.versions == (VersionSpan(1, 2 * NUM_TOKENS),)
+        assert done[0].versions == (VersionSpan(1, 2 * NUM_TOKENS),)
 
     played(pair.workers, scenario)
 
@@ -252,7 +252,7 @@ def test_a_turn_with_a_changed_prompt_starts_over():
     async def scenario() -> None:
         await pair.dies_at(2 * NUM_TOKENS + 20)
         done, payload = await pair.workers[1].run(assignment(), is_again=True)
-        assert pair.engines[1].stats().num_tokens == done.group.num_trained - 2 * NUM_TOKENS, "the first turns are kept"
+        assert pair.engines[1].stats().num_tokens == done[0].num_trained - 2 * NUM_TOKENS, "the first turns are kept"
         assert payload == undisturbed_payload
 
     undisturbed_payload = undisturbed(Turns("56>"))
@@ -289,7 +289,7 @@ def test_without_the_pool_it_begins_from_scratch_and_nothing_fails():
         await pair.dies_at(20)
         store.is_dead = True
         done, payload = await pair.workers[1].run(assignment(), is_again=True)
-        assert done.group.versions == (VersionSpan(0, 2 * NUM_TOKENS),)
+        assert done[0].versions == (VersionSpan(0, 2 * NUM_TOKENS),)
         assert pair.engines[1].stats().num_tokens == 2 * NUM_TOKENS
         assert payload == undisturbed_payload
 

@@ -10,11 +10,22 @@ from typing import Any
 import pytest
 import ray
 
-from rlsys.contracts import Busy, RolledOut
 from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, TaskTooLong, WorkerDied, WorkerError
 from rlsys.simulate.virtual_clock import run_virtual
-from rlsys.types import POLICY, Acknowledged, Assignment, EngineStats, ReplicaLoad, Task
+from rlsys.types import (
+    POLICY,
+    Acknowledged,
+    Assignment,
+    Busy,
+    EngineStats,
+    Group,
+    GroupKey,
+    ReplicaLoad,
+    RolloutReport,
+    Task,
+)
 from tests.groups import group as group_of
+from tests.groups import report_of, rolled_out
 from workers.ray.call_stream import CallStream, PayloadRef
 from workers.ray.pool import PoolMember, PoolSpec
 from workers.ray.remote_proxy import Remote
@@ -126,7 +137,7 @@ class Scripted(RolloutPool):
         end = self.ends.setdefault(member.name, asyncio.get_running_loop().create_future())
         await asyncio.shield(end)
         stats = EngineStats(0, 0, 0.0, 0)
-        return RolledOut(group_of(assignment.group_id), Busy(member.name, 0, 1), stats), PayloadRef(
+        return (rolled_out(group_of(assignment.group_id), RolloutReport(Busy(member.name, 0, 1), stats)),), PayloadRef(
             ray.ObjectRef.nil(), 0
         )
 
@@ -139,7 +150,7 @@ class Scripted(RolloutPool):
 
 
 def assignment(group_id: int = 0) -> Assignment:
-    return Assignment(group_id, Task(id=str(group_id), prompt=f"{group_id}>"), 2, 0, 0)
+    return Assignment(GroupKey(group_id, 1), Task(id=str(group_id), prompt=f"{group_id}>"), 2, 0, 0)
 
 
 async def settle() -> None:
@@ -678,7 +689,7 @@ class Leased(Scripted):
         async def call(self, request: object) -> tuple[object, PayloadRef]:
             return await self.answer
 
-    async def sent(self) -> asyncio.Task[RolledOut]:
+    async def sent(self) -> asyncio.Task[tuple[Group, ...]]:
         """A group on replica 0 that is never answered."""
         await self.ready()
         self.members[0].calls = CallStream("rollout-0", "rolling out", lambda requests: Silent())
@@ -686,7 +697,7 @@ class Leased(Scripted):
         await settle()
         return group
 
-    async def running(self, began_s: float | None) -> tuple[asyncio.Future, asyncio.Task[RolledOut]]:
+    async def running(self, began_s: float | None) -> tuple[asyncio.Future, asyncio.Task[tuple[Group, ...]]]:
         """A group on a replica that waits until `began_s` to begin it; for ever if None."""
         loop = asyncio.get_running_loop()
         await self.ready()
@@ -711,9 +722,9 @@ def test_a_lease_begins_with_the_group_and_not_while_draining():
         await asyncio.sleep(34.0)
         assert not group.done()
         stats = EngineStats(0, 0, 0.0, 0)
-        done = RolledOut(group_of(0), Busy("rollout-0", 25, 34), stats)
+        done = (rolled_out(group_of(0), RolloutReport(Busy("rollout-0", 25, 34), stats)),)
         answer.set_result((done, PayloadRef(ray.ObjectRef.nil(), 0)))
-        assert (await group).busy.end_s == 34
+        assert report_of(await group).busy.end_s == 34
 
     run_virtual(scenario())
 

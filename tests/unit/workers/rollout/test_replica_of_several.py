@@ -52,8 +52,8 @@ class Trio:
         return replace(assignment(group_id=group_id), versions={"first": first, "second": second})
 
     async def run(self, first: int, second: int, *, group_id: int = 3) -> dict[str, Group]:
-        done, _ = await self.worker.run(self.task(first, second, group_id=group_id))
-        return {view.policy: view for view in (done.group, *done.others)}
+        views, _ = await self.worker.run(self.task(first, second, group_id=group_id))
+        return {view.policy: view for view in views}
 
 
 def test_each_trained_policy_gets_its_own_view_of_the_group():

@@ -27,10 +27,10 @@ def test_a_group_comes_with_its_scores_and_the_driver_reads_them():
 
     async def scenario() -> None:
         done, episodes = await worker.run(assignment(size=3))
-        assert done.group.scores is not None
-        assert [score.value for score in done.group.scores] == [1.0] * len(episodes)
-        scored = await ReplicaRewards().score(Task(id="t", prompt="p"), done.group)
-        whole = done.group.with_scores(scored.scores)
+        assert done[0].scores is not None
+        assert [score.value for score in done[0].scores] == [1.0] * len(episodes)
+        scored = await ReplicaRewards().score(Task(id="t", prompt="p"), done[0])
+        whole = done[0].with_scores(scored.scores)
         assert whole.rewards() == {0: 1.0, 1: 1.0, 2: 1.0} and whole.scores is None
 
     played([worker], scenario)

@@ -15,6 +15,7 @@ from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import DeadlineExceeded, TaskTooLong, WeightsMismatch, WorkerDied, WorkerError, WorkflowError
 from rlsys.types import Acknowledged, Sampling, VersionSpan
 from rlsys.weight_sync.manifest import Manifest, Probe, TensorSpec
+from tests.groups import report_of
 from tests.replicas import DIGIT, Shelf, assignment, hash_of, own_tokens, replica_of, scripted, until
 from tests.replicas import played as played_on
 from tests.scripted_engine import ScriptedEngine
@@ -42,15 +43,15 @@ def played(worker: RolloutWorker, scenario: Callable[[], Coroutine[object, objec
 def test_a_group_has_acknowledged_versions_and_a_separate_payload():
     worker = worker_of(Shelf(version=4))
     done, payload = played(worker, lambda: worker.run(assignment(version=2)))
-    group = done.group
+    group = done[0]
     assert (group.group_id, group.task_id, group.permit_version, group.replica) == (3, "sort-12", 2, "rollout-0")
     assert (group.payload, len(group.episodes), len(payload)) == (None, 2, 2)
     assert group.versions == (VersionSpan(4, 2 * REPLY_TOKENS),)
     assert group.weights == (Acknowledged("rollout-0", 4, hash_of(4)),)
     assert group.num_trained == 2 * REPLY_TOKENS
     assert payload[0].trajectories[0].turns[0].sampling == Sampling(max_new_tokens=REPLY_TOKENS)
-    assert done.busy.worker == "rollout-0"
-    assert done.busy.start_s <= done.busy.end_s
+    assert report_of(done).busy.worker == "rollout-0"
+    assert report_of(done).busy.start_s <= report_of(done).busy.end_s
     assert worker.generator.acknowledged == Acknowledged("rollout-0", 4, hash_of(4))
 
 
@@ -65,7 +66,7 @@ def test_a_group_starts_on_weights_no_older_than_its_permit():
             assert not waiting.done()
             shelf.put(version)
         done, _ = await waiting
-        assert done.group.oldest_version == 2
+        assert done[0].oldest_version == 2
 
     played(worker, scenario)
 
@@ -120,10 +121,10 @@ def test_a_change_waits_for_running_groups_or_happens_under_them(change, version
         shelf.put(1)
         newer = asyncio.create_task(worker.run(assignment(1)))
         (old, _), (new, _) = await asyncio.gather(older, newer)
-        assert [span.version for span in old.group.versions] == versions
-        assert sum(span.num_tokens for span in old.group.versions) == 12
-        assert new.group.versions == (VersionSpan(1, 12),)
-        assert [(a.version, a.hash) for a in old.group.weights] == [(v, hash_of(v)) for v in versions]
+        assert [span.version for span in old[0].versions] == versions
+        assert sum(span.num_tokens for span in old[0].versions) == 12
+        assert new[0].versions == (VersionSpan(1, 12),)
+        assert [(a.version, a.hash) for a in old[0].weights] == [(v, hash_of(v)) for v in versions]
 
     played(worker, scenario)
 
@@ -143,8 +144,8 @@ def test_resident_versions_load_at_once_until_there_is_no_room():
         shelf.put(2)
         newest = asyncio.create_task(worker.run(assignment(2)))
         done = [group for group, _ in await asyncio.gather(oldest, newer, newest)]
-        assert [each.group.versions for each in done] == [(VersionSpan(version, 12),) for version in range(3)]
-        assert [each.group.weights[0].hash for each in done] == [hash_of(version) for version in range(3)]
+        assert [each[0].versions for each in done] == [(VersionSpan(version, 12),) for version in range(3)]
+        assert [each[0].weights[0].hash for each in done] == [hash_of(version) for version in range(3)]
 
     played(worker, scenario)
 
@@ -174,7 +175,7 @@ def test_older_groups_start_while_newer_ones_wait_for_room():
         assert waiting == [5], "room is only for what needs it"
         await engine.resume()
         done = [group for group, _ in await asyncio.gather(oldest, older, newest, fresh)]
-        assert [each.group.oldest_version for each in done] == [0, 1, 2, 1]
+        assert [each[0].oldest_version for each in done] == [0, 1, 2, 1]
 
     played(worker, scenario)
 
@@ -201,9 +202,9 @@ def test_a_drained_replica_loads_the_newest_staged_weights():
         await until(lambda: 1 in shelf.pulls)
         shelf.put(2)
         (done, _), _ = await asyncio.gather(waiting, running)
-        assert done.group.versions == (VersionSpan(2, 12),)
+        assert done[0].versions == (VersionSpan(2, 12),)
         assert (shelf.pulls, staged) == ([0, 1, 2], [0, 1, 2])
-        assert done.waited_s > 0
+        assert report_of(done).waited_s > 0
 
     played(worker, scenario)
 
@@ -259,8 +260,8 @@ def test_acknowledgements_are_kept_while_a_running_group_needs_them():
             shelf.put(version)
             await worker.run(assignment(version, size=0))
         done, _ = await running
-        assert [a.version for a in done.group.weights] == [span.version for span in done.group.versions]
-        assert len(done.group.versions) == num_versions
+        assert [a.version for a in done[0].weights] == [span.version for span in done[0].versions]
+        assert len(done[0].versions) == num_versions
         shelf.put(num_versions)
         await worker.run(assignment(num_versions, size=0))
         assert len(worker.generator._acknowledged) == ACKNOWLEDGEMENTS_KEPT
@@ -364,8 +365,8 @@ def test_tokens_sampled_before_the_weights_are_verified_count_only_if_they_are(c
         with pytest.raises(WeightsMismatch) if corrupted else nullcontext():
             await newer
         done, _ = await running
-        assert {span.version for span in done.group.versions} == {0, 1}
-        assert [a.version for a in done.group.weights] == ([0] if corrupted else [0, 1])
+        assert {span.version for span in done[0].versions} == {0, 1}
+        assert [a.version for a in done[0].weights] == ([0] if corrupted else [0, 1])
 
     played(worker, scenario)
 
@@ -373,7 +374,7 @@ def test_tokens_sampled_before_the_weights_are_verified_count_only_if_they_are(c
 def test_without_a_puller_the_weights_it_was_built_with_stay():
     worker = worker_of(None)
     done, _ = played(worker, lambda: worker.run(assignment()))
-    assert (done.group.versions, done.group.weights) == ((VersionSpan(-1, 12),), ())
+    assert (done[0].versions, done[0].weights) == ((VersionSpan(-1, 12),), ())
 
 
 def test_an_overlong_prompt_names_its_length_and_the_key():
@@ -439,7 +440,7 @@ def test_a_failed_group_does_not_keep_the_next_change_waiting():
             await worker.run(replace(assignment(0), task=too_long))
         shelf.put(1)
         done, _ = await worker.run(assignment(1))
-        assert done.group.oldest_version == 1
+        assert done[0].oldest_version == 1
 
     played(worker, scenario)
 
@@ -456,10 +457,11 @@ def test_a_pull_is_reported_once_with_the_next_finished_group():
         newer = asyncio.create_task(worker.run(assignment(1)))
         (old, _), (new, _) = await asyncio.gather(older, newer)
         same, _ = await worker.run(assignment(1))
-        (first,), (second,) = old.pulls, new.pulls
+        (first,), (second,) = report_of(old).pulls, report_of(new).pulls
         assert first.worker == second.worker == "rollout-0"
-        assert first.end_s <= old.busy.start_s < old.busy.end_s <= second.start_s <= second.end_s <= new.busy.start_s
-        assert same.pulls == ()
+        before, after = report_of(old).busy, report_of(new).busy
+        assert first.end_s <= before.start_s < before.end_s <= second.start_s <= second.end_s <= after.start_s
+        assert report_of(same).pulls == ()
 
     played(worker, scenario)
 

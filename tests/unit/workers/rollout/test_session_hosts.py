@@ -50,8 +50,8 @@ def test_a_hosted_session_has_the_tokens_of_one_in_the_replica():
         played([worker], lambda worker=worker: worker.run(assignment(4, size=3))) for worker in (here, there)
     )
     assert others == episodes
-    assert hosted.group.versions == local.group.versions
-    assert hosted.group.weights == local.group.weights and hosted.group.weights[0].version == 4
+    assert hosted[0].versions == local[0].versions
+    assert hosted[0].weights == local[0].weights and hosted[0].weights[0].version == 4
 
 
 class NowhereElse(Workflow):
@@ -163,7 +163,7 @@ def test_early_ends_work_in_a_host():
 
     async def scenario() -> None:
         done, episodes = await worker.run(assignment(size=4))
-        assert (len(episodes), done.group.num_ended_early) == (2, 2)
+        assert (len(episodes), done[0].num_ended_early) == (2, 2)
         await asyncio.sleep(0)
         assert worker.stats().num_running == 0
 

@@ -74,8 +74,8 @@ def test_turns_that_would_wait_are_sampled_by_a_peer_with_the_same_tokens(when):
         assert payload == at_home_payload
         assert pair.num_away >= 3 * (GROUP - 2), "all turns of the episodes that found no slot"
         assert pair.engines[1].stats().num_tokens == pair.num_away * NUM_TOKENS
-        assert done.group.versions == (VersionSpan(0, 3 * GROUP * NUM_TOKENS),)
-        assert set(done.group.weights) == {Acknowledged(name, 0, hash_of(0)) for name in "ab"}
+        assert done[0].versions == (VersionSpan(0, 3 * GROUP * NUM_TOKENS),)
+        assert set(done[0].weights) == {Acknowledged(name, 0, hash_of(0)) for name in "ab"}
         assert not pair.b.generator._stays, "nothing of the group stays there"
         assert [(await worker.generator.turn_load()).weight for worker in pair.workers] == [0, 0]
 
@@ -133,7 +133,7 @@ def test_a_peer_that_may_not_take_turns_gets_none(why: str):
         done, payload = await pair.a.run(assignment(size=GROUP))
         assert pair.num_away == 0
         assert payload == at_home_payload
-        assert {w.replica for w in done.group.weights} == {"a"}
+        assert {w.replica for w in done[0].weights} == {"a"}
         await asyncio.gather(*others)
 
     at_home_payload = at_home()
@@ -157,7 +157,7 @@ def test_a_peer_changes_its_weights_after_the_turns_that_it_took():
         await pair.engines[1].resume()
         await change
         done, _ = await group
-        assert done.group.versions == (VersionSpan(0, 9 * NUM_TOKENS),), "the next turns stayed at home"
+        assert done[0].versions == (VersionSpan(0, 9 * NUM_TOKENS),), "the next turns stayed at home"
 
     played(pair.workers, scenario)
 
@@ -175,7 +175,7 @@ def test_turns_go_on_at_home_while_a_change_of_weights_waits_for_them():
         change = asyncio.create_task(pair.a.run(assignment(1, group_id=4, size=0)))
         await until(pair.a.generator._changing.locked)
         done, _ = await group
-        assert done.group.versions == (VersionSpan(0, 3 * GROUP * NUM_TOKENS),)
+        assert done[0].versions == (VersionSpan(0, 3 * GROUP * NUM_TOKENS),)
         await change
         await pair.engines[1].resume()
         await busy
