@@ -31,7 +31,7 @@ from rlsys.testing import (
     RewardAsAdvantage,
     run_virtual,
 )
-from rlsys.types import Episode, Group, Ref, Score, Task
+from rlsys.types import Episode, Group, GroupKey, Ref, Score, Task
 from tests.groups import num_ok
 from tests.simulate.world import NUM_TASKS, StopAfter, driver_on, go_on, latencies
 
@@ -336,7 +336,8 @@ def test_a_resume_keeps_grafted_groups_and_clears_stored_successes(tmp_path):
     cut.events.attach(StopAfter(cut, 4))
     assert run_virtual(cut.run(0)) == 4
     grafted = {event.group_id for event in told.of(EpisodeGrafted)}
-    waiting = {row.group_id: row.group for row in cut.queue.finished if row.group_id in grafted}
+    finished = [replace(row.group, key=GroupKey(row.group_id, 0)) for row in cut.queue.finished]
+    waiting = {group.group_id: group for group in finished if group.group_id in grafted}
     resumed, actor, _ = driver()
 
     async def restored() -> int:
