@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import VOCAB
+from workers.train.buffers import persistent_buffers
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -25,19 +26,33 @@ ALTERNATING: dict[str, Any] = {**SLIDING, "layer_types": ["sliding_attention", "
 HEADS: dict[str, Any] = {"head_dim": 16}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+BIASED_EXPERTS: dict[str, Any] = {
+    **HEADS, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+}  # fmt: skip
+"""Their routers have a bias, which is a buffer."""
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}
 
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": LONG_ROPE},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {**ALTERNATING, "logit_scale": 0.25},
+    "dots1": {**BIASED_EXPERTS, "n_shared_experts": 1},
+    "exaone_moe": BIASED_EXPERTS,
     "gemma2": {**HEADS, **ALTERNATING, **CAPPED, "query_pre_attn_scalar": 16},
     "gemma3": {**HEADS, **ALTERNATING, "query_pre_attn_scalar": 16},
+    "glm4_moe": BIASED_EXPERTS,
     "gpt_oss": {**HEADS, **ALTERNATING, **LOCAL_EXPERTS},
     "granite": {
         "logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
     },
     "granitemoe": {**LOCAL_EXPERTS, "logits_scaling": 4.0, "attention_multiplier": 0.2},
+    "hy_v3": {
+        **HEADS, **EXPERTS, "first_k_dense_replace": 1, "expert_hidden_dim": 24, "route_norm": True, "qk_norm": True,
+    },
     "llama3": {"rope_parameters": LONG_ROPE},
+    "minimax_m2": {
+        **HEADS, **LOCAL_EXPERTS, "rotary_dim": 8, "scoring_func": "sigmoid", "use_routing_bias": True,
+    },
     "mistral": SLIDING,
     "mixtral": LOCAL_EXPERTS,
     "olmo2": {},
@@ -49,6 +64,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": HEADS,
     "qwen3_moe": {**HEADS, **EXPERTS},
     "smollm3": {"no_rope_layer_interval": 2},
+    "solar_open": BIASED_EXPERTS,
 }  # fmt: skip
 _MODEL_TYPES = {"llama3": "llama", "gemma3": "gemma3_text"}
 """Names of families in the Transformers library, where they differ."""
@@ -65,12 +81,14 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "head_dim":
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
-    """Build a model of a family, always the same, of other sizes with `changes`. No weight is 0 or 1: norms, biases and
-    sinks are random too."""
+    """Build a model of a family, always the same, of other sizes with `changes`. No weight is 0 or 1: norms, biases,
+    sinks and buffers are random too."""
     torch.manual_seed(0)
     kind = _MODEL_TYPES.get(family, family)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | _SETTINGS[family] | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
+        for buffer in persistent_buffers(model).values():
+            buffer += 0.3 * torch.randn_like(buffer)
     return model.eval()

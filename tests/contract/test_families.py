@@ -22,10 +22,12 @@ from tests.training import PLAIN, SETTINGS, data_of, differing, planned
 from workers.engines.engine import Completion, Engine, EngineSpec
 from workers.engines.local import LocalEngine
 from workers.text.tokenizer import TextTokenizer
+from workers.train.buffers import persistent_buffers
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import score
 from workers.train.model_loading import load_model
 from workers.train.rank_group import RankGroup
+from workers.transport.checksums import checksum_of, spec_of
 
 LONG = 512
 """Context of a conversation with tools, a token per character."""
@@ -35,17 +37,24 @@ MakeEngine = Callable[[str], Engine]
 def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) -> None:
     """Train a step, publish it to an engine, sample, and compare with the trainer and with the exported model.
 
-    The prompts share prefixes, and every sample is longer than a sliding window.
+    The prompts share prefixes, and every sample is longer than a sliding window. The trainer's buffers differ from
+    those of the initial model, which the engine starts with.
     """
     path, exported = save_model(folder / "initial", tiny(family, **sizes)), folder / "exported"
     backend = FsdpBackend(path, SETTINGS, RankGroup(), probe_length=4)
     plan, payloads = planned(0, 1, PLAIN)
     backend.train_step(plan[0], data_of(payloads), PLAIN, distribution=Distribution(1.0))
+    for buffer in persistent_buffers(backend._model).values():
+        buffer += 0.1
     weights = backend.full_weights(torch.float32)
     backend.export(exported)
-    plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
-    assert differing(weights, dict(plain.named_parameters())) == []
-    assert differing(weights, dict(tiny(family, **sizes).named_parameters())) != []
+    plain, found = AutoModelForCausalLM.from_pretrained(
+        exported, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    assert differing(weights, {name: tensor for name, tensor in plain.state_dict().items() if name in weights}) == []
+    initial = tiny(family, **sizes).state_dict()
+    assert differing(weights, {name: initial[name] for name in weights}) == sorted(weights)
 
     requests = [ask(str(i), prompt=tuple(range(3, 9 + i)), seed=i, new=20) for i in range(3)]
 
@@ -54,6 +63,9 @@ def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) ->
         await engine.pause()
         await engine.load(4, weights)
         await engine.resume()
+        expected = {spec_of(name, tensor): checksum_of(tensor) for name, tensor in weights.items()}
+        sums = await engine.checksums()
+        assert sums == expected if isinstance(engine, LocalEngine) else sums.items() <= expected.items()
         done = await asyncio.gather(*(engine.generate(request) for request in requests))
         return done, await engine.score(requests[0].prompt_ids + done[0].output_ids)
 

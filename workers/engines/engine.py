@@ -284,16 +284,22 @@ class ModelShapes:
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: dtype | None = None) -> ModelShapes:
         """Shapes of a Hugging Face model, which may be on the meta device. Of a model with an adapter, only those of
-        the adapter. `dtype` None: each parameter's."""
+        the adapter. `dtype` is that of parameters, and buffers may have any; None: each tensor's."""
+        from torch import nn
+
         from workers.train.lora import published
 
         every, first = published(model, has_aliases=True), published(model)
-        names = {id(parameter): name for name, parameter in first.items()}
+        names = {id(tensor): name for name, tensor in first.items()}
         return cls(
-            known={name: tuple(parameter.shape) for name, parameter in every.items()},
+            known={name: tuple(tensor.shape) for name, tensor in every.items()},
             required=frozenset(first),
-            dtypes={name: dtype or parameter.dtype for name, parameter in every.items()},
-            first_names={name: names[id(parameter)] for name, parameter in every.items()},
+            dtypes={
+                name: dtype or tensor.dtype
+                for name, tensor in every.items()
+                if dtype is None or isinstance(tensor, nn.Parameter)
+            },
+            first_names={name: names[id(tensor)] for name, tensor in every.items()},
         )
 
 

@@ -83,7 +83,7 @@ class LocalEngine(SteppingEngine):
         await self._ask(f"loading version {version}", partial(load, version, weights), self._spec.load_s)
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
-        """See `Engine.checksums`: of the model's parameters, in a separate thread."""
+        """See `Engine.checksums`: of the model's parameters and buffers, in a separate thread."""
         self._check_open("summing weights")
         return await to_thread(self._residents.checksums, self._specs)
 
@@ -200,8 +200,8 @@ class Residents:
 
     def __init__(self, model: PreTrainedModel, version: PolicyVersion) -> None:
         """Register the model's current weights as `version`."""
-        self._parameters, self._name_of = published(model), ModelShapes.of(model).first_names
-        own = {name: p.data for name, p in self._parameters.items()}
+        self._live, self._name_of = published(model), ModelShapes.of(model).first_names
+        own = {name: tensor.data for name, tensor in self._live.items()}
         self._sets: dict[PolicyVersion, Mapping[str, Tensor]] = {version: own}  # replaced, not mutated: threads read it
         self._used = version
 
@@ -255,8 +255,8 @@ class Residents:
 
     def _point_at(self, version: PolicyVersion) -> None:
         tensors = self._sets[version]
-        for name, parameter in self._parameters.items():
-            parameter.data = tensors[name]
+        for name, live in self._live.items():
+            live.data = tensors[name]
         self._used = version
 
 

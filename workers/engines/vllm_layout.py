@@ -111,7 +111,8 @@ def record_layout(worker: Any, specs: Iterable[TensorSpec]) -> tuple[Placement, 
     with torch.device("meta"):
         sized = [spec for spec in specs if prod(spec.shape) > 1]
         given = {spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in sized}
-        twin, config = build_twin(worker)
+        with _NoContent():
+            twin, config = build_twin(worker)
     copies = _Copies()
     with set_current_vllm_config(config), torch.no_grad(), copies:
         twin.load_weights((spec.name, tensor) for spec, tensor in given.items())  # pyrefly: ignore[not-callable]
@@ -199,6 +200,18 @@ class _Copies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[0].numel() == args[1].numel():
             self.made.append((args[0], args[1]))
         return func(*args, **(kwargs or {}))
+
+
+class _NoContent(TorchDispatchMode):
+    """Lets a module that is built on the meta device read numbers from its buffers: each is 0."""
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):  # noqa: ANN001, ANN204, ANN401  (torch's own)
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 0.0
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -24,6 +24,7 @@ from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.shared_tensors import MappedMemory, SharedTensors
 from workers.engines.vllm_layout import PartSum, Placement, build_twin, is_plain, part_sums, record_layout
 from workers.engines.vllm_shards import answer_in_a_thread
+from workers.train.buffers import persistent_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,7 +144,7 @@ class Packed:
 
 
 class Shadow:
-    """A second set of a model's parameters, and their packed copies."""
+    """A second set of a model's parameters and persistent buffers, and the packed copies."""
 
     def __init__(self, live: nn.Module, shadow: nn.Module, config: Any) -> None:  # noqa: ANN401  (vLLM's own type)
         self._live, self._shadow, self._config = live, shadow, config
@@ -171,11 +172,12 @@ class Shadow:
         self._num_fills += 1
 
     def swap(self) -> None:
-        """Exchange the parameters with those of the second set, and the packed copies with the new ones."""
-        twins = dict(self._shadow.named_parameters())
-        for name, parameter in self._live.named_parameters():
-            if parameter.numel():
-                parameter.data, twins[name].data = twins[name].data, parameter.data
+        """Exchange parameters and persistent buffers with those of the second set, and the packed copies with the new
+        ones."""
+        twins = {**dict(self._shadow.named_parameters()), **persistent_buffers(self._shadow)}
+        for name, own in {**dict(self._live.named_parameters()), **persistent_buffers(self._live)}.items():
+            if own.numel():
+                own.data, twins[name].data = twins[name].data, own.data
         self._used, self._staged = self._staged, {}
         for name, layer in self._layers:
             layer.__dict__["cpu_linear"] = self._used[name].multiply

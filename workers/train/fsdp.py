@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
@@ -181,13 +181,15 @@ class FsdpBackend(Sharded):
         return [logprobs_N.cpu().numpy() for logprobs_N in column]
 
     def owned(self) -> dict[str, tuple[Rectangle, Tensor]]:
-        """Live part of every published tensor on this rank, with its rectangle of the whole: all weights by Hugging
-        Face name, without tied duplicates, or the adapter by the names of `peft`. Not collective.
+        """Live part of every published tensor on this rank, with its rectangle of the whole: all weights and persistent
+        buffers by Hugging Face name, without tied duplicates, or the adapter by the names of `peft`. Not collective.
 
-        Specs are in the dtype that the model computes in.
+        Specs of weights are in the dtype that the model computes in, those of buffers in their own.
         """
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {name: owned_part(name, dtype, p.detach()) for name, p in published(self._model).items()}
+        return {
+            name: owned_part(name, str(_dtype_of(tensor, self.dtype)).removeprefix("torch."), tensor.detach())
+            for name, tensor in published(self._model).items()
+        }
 
     def published_rectangles(self) -> list[Rectangle]:
         """Rectangles that this rank publishes of its tensors: each element is published by one rank. Collective."""
@@ -195,16 +197,17 @@ class FsdpBackend(Sharded):
         return shares(self._ranks.all_objects(owned))[self._ranks.rank]
 
     def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A copy of the whole published tensors on the host, with the names of `owned`, for rank 0.
+        """A copy of the whole published tensors on the host, with the names of `owned`, for rank 0. Weights are in
+        `dtype`, buffers in their own.
 
         Other ranks take part and get an empty dict.
         """
         weights: dict[str, Tensor] = {}
-        for name, parameter in published(self._model).items():
-            tensor = parameter.detach()
+        for name, live in published(self._model).items():
+            tensor = live.detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._ranks.rank == 0:
-                weights[name] = torch.empty(whole.shape, dtype=dtype).copy_(whole)
+                weights[name] = torch.empty(whole.shape, dtype=_dtype_of(live, dtype)).copy_(whole)
         return weights
 
     def probe(self) -> Probe | None:
@@ -230,15 +233,14 @@ class FsdpBackend(Sharded):
     def export(self, folder: Path) -> None:
         """Write config, safetensors and tokenizer, for `AutoModelForCausalLM.from_pretrained(folder)`.
 
-        An adapter is merged into its base in fp32, then cast.
+        An adapter is merged into its base in fp32, then cast. Persistent buffers keep their dtype.
         """
         weights = self.full_weights(torch.float32 if self._lora else self.dtype)
         if self._ranks.rank == 0:
             if self._lora:
-                whole = load_model(self._model_path, torch.float32)
-                adapter, weights = weights, {name: p.detach() for name, p in whole.named_parameters()}
-                merge(weights, adapter, self._lora)
-                weights = {name: tensor.to(self.dtype) for name, tensor in weights.items()}
+                base = published(load_model(self._model_path, torch.float32))
+                merge(base, weights, self._lora)
+                weights = {name: live.detach().to(_dtype_of(live, self.dtype)) for name, live in base.items()}
             folder.mkdir(parents=True, exist_ok=True)
             self._model.config.dtype = self.dtype
             self._model.config.save_pretrained(folder)
@@ -246,3 +248,8 @@ class FsdpBackend(Sharded):
                 self._model.generation_config.save_pretrained(folder)
             save_torch_state_dict(weights, folder)
             load_tokenizer(self._model_path).save_pretrained(folder)
+
+
+def _dtype_of(published: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a live tensor leaves a model of `dtype`: a buffer keeps its own."""
+    return dtype if isinstance(published, nn.Parameter) else published.dtype

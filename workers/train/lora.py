@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rlsys.config.config_problems import nearest
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError, ModelError
+from workers.train.buffers import persistent_buffers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -83,12 +84,15 @@ def adapter_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {PREFIX + name.replace(f".{NAME}.", "."): p for name, p in every if f".{NAME}." in name}
 
 
-def published(model: nn.Module, *, has_aliases: bool = False) -> dict[str, nn.Parameter]:
-    """Parameters that a version consists of, by their published names: the adapter, or all without an adapter.
+def published(model: nn.Module, *, has_aliases: bool = False) -> dict[str, Tensor]:
+    """Live tensors that a version consists of, by their published names: the adapter; without one, all parameters and
+    persistent buffers.
 
     With `has_aliases`, a tied parameter has each of its names, else the first.
     """
-    return adapter_of(model) or dict(model.named_parameters(remove_duplicate=not has_aliases))
+    if adapter := adapter_of(model):
+        return {**adapter}
+    return {**dict(model.named_parameters(remove_duplicate=not has_aliases)), **persistent_buffers(model)}
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:

@@ -24,6 +24,7 @@ from transformers.distributed import DistributedConfig
 
 from rlsys.errors import ModelError
 from rlsys.util.files import can_be_hub_name
+from workers.train.buffers import persistent_buffers
 from workers.train.model_support import check_context, check_supported
 from workers.train.optimizer import local
 
@@ -47,7 +48,8 @@ def load_model(
     It stays in eval mode even in training. Sampling uses no dropout, so a forward with dropout would compare the
     sampler's logprobs with those of another network. Raises `ModelError`.
     """
-    model = pretrained(type(supported(path)), path, dtype, key="model", what="causal language model", lay_out=lay_out)
+    kind = _with_exact_buffers(supported(path))
+    model = pretrained(kind, path, dtype, key="model", what="causal language model", lay_out=lay_out)
     return on_device(model, device, state_device)
 
 
@@ -69,9 +71,19 @@ def load_base_model(
         if lay_out is not None:
             lay_out(cast("PreTrainedModel", model.base_model))
 
-    kind = type(supported(path, key))
+    kind = _with_exact_buffers(supported(path, key))
     model = pretrained(kind, path, dtype, key=key, what="causal language model", lay_out=of_base if lay_out else None)
     return on_device(cast("PreTrainedModel", model.base_model), device, state_device)
+
+
+def _with_exact_buffers(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class of a model, but one that loads persistent buffers in fp32 into a model of any dtype.
+
+    So trainer, engines and exports have the same ones. In bfloat16, a router's biases of 8.53 and 8.51 are both 8.5.
+    """
+    names = {name for name, buffer in persistent_buffers(model).items() if buffer.is_floating_point()}
+    kept = names | {*(model._keep_in_fp32_modules_strict or ())}
+    return type(type(model).__name__, (type(model),), {"_keep_in_fp32_modules_strict": kept})
 
 
 def pretrained(

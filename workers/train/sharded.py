@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlsys.errors import CheckpointError, OutOfMemory, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
 from workers.train.adapter_files import PART, check_saved
+from workers.train.buffers import persistent_buffers
 from workers.train.layout import RankLayout
 from workers.train.optimizer import (
     AdamUpdates,
@@ -30,11 +31,15 @@ from workers.train.optimizer import (
 from workers.train.state_files import StateWriter, Writing, load_state, saved_shapes
 from workers.train.step_data import Part, RankStep
 
+BUFFERS = "buffers"
+"""Part of a checkpoint with the persistent buffers."""
+
 
 class Sharded:
     """One rank of a model in training: trained weights and AdamW state in fp32; the model computes in `dtype`.
 
-    Frozen weights have no gradient and no state, and are neither saved nor loaded.
+    Frozen weights have no gradient and no state, and are neither saved nor loaded; nor are the buffers of a frozen
+    base.
 
     Its methods and those of its subclasses are collective, unless noted otherwise: all ranks call them, in the same
     order.
@@ -192,21 +197,31 @@ class Sharded:
                     f"{min(differing)!r}: go on with the one it was saved with, or with `stabilizer: null`"
                 )
             state["stabilizer"] = _as_sharded(live, self.parameters())
-        load_state(state, folder, num_ranks=self._ranks.num_ranks)
+        self._read(state, folder)
         if stabilizer and saved:
             stabilizer.load_state_dict(live)
 
     def load_weights(self, folder: Path) -> None:
-        """Restore only the trained weights of a checkpoint. Raises `CheckpointError` as `load`."""
+        """Restore only the trained weights and the buffers of a checkpoint. Raises `CheckpointError` as `load`."""
         check_saved(folder, self.parameters(), self._adapter, num_ranks=self._ranks.num_ranks)
-        load_state({"model": {**self.parameters()}}, folder, num_ranks=self._ranks.num_ranks)
+        self._read(self._weights(), folder)
+
+    def _read(self, state: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+        """Read into live tensors. Without buffers in the checkpoint, those of the model's files stay: no step changes
+        them."""
+        has_buffers = bool(saved_shapes(folder, BUFFERS))
+        wanted = {part: tensors for part, tensors in state.items() if part != BUFFERS or has_buffers}
+        load_state(wanted, folder, num_ranks=self._ranks.num_ranks)
+
+    def _weights(self) -> dict[str, Mapping[str, Tensor]]:
+        """Live weights and buffers by name, without copies."""
+        return {"model": {**self.parameters()}, BUFFERS: {} if self._adapter else persistent_buffers(self._module)}
 
     def _state(self) -> dict[str, Mapping[str, Tensor]]:
-        """Live tensors by name, without copies: weights, each weight's optimizer state, and the step."""
-        parameters = self.parameters()
-        optimizer = {f"optimizer.{name}": self._optimizer.state[p] for name, p in parameters.items()}
+        """Live tensors by name, without copies: weights, buffers, each weight's optimizer state, and the step."""
+        optimizer = {f"optimizer.{name}": self._optimizer.state[p] for name, p in self.parameters().items()}
         adapter = {PART: self._adapter} if self._adapter else {}
-        return {"model": {**parameters}, **optimizer, "progress": {"step": self._step}, **adapter}
+        return {**self._weights(), **optimizer, "progress": {"step": self._step}, **adapter}
 
 
 def _lack_of_memory(what: str, part: Part | None, index: int, error: torch.OutOfMemoryError) -> OutOfMemory:
