@@ -106,7 +106,6 @@ def run_population(path: Path, overrides: Sequence[str] = ()) -> PopulationResul
             run_folder.make_run_dir(config)
             stack.enter_context(locked(config.run_dir))
             start = _start_of(config, population.last(number))
-            run_folder.write_run_dir(config, start.checkpoint)
             job = TrainingJob.of(config, {POLICY: config}, {POLICY: start}, began, progress=True, label=_name(number))
             members.append(Member(number, job, population, settings, config))
         run_to_end(lambda: _run(base, members))

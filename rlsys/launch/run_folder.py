@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from rlsys.util.files import write_atomically
 
 POLICIES = "policies"
 """Folder in the directory of a run of several policies, with a run directory for each trained policy."""
+FETCHED = "fetched"
+"""Folder in a run directory, with the checkpoint of another run until this run has started from it."""
 
 _STEP = re.compile(rb'"step":(\d+)')
 
@@ -39,7 +42,7 @@ def start_of(config: Config) -> Start:
     """
     resume, run = config.run.resume, config.run_dir
     if resume == "never":
-        held = str(run) if _holds_run(run) else config.copies if config.copies and _copies_in(config.copies) else None
+        held = str(run) if holds_run(run) else config.copies if config.copies and _copies_in(config.copies) else None
         if held is not None:
             raise ConfigError(
                 f"run.name: {held} holds a run already; choose another run.name, "
@@ -54,7 +57,7 @@ def start_of(config: Config) -> Start:
     is_url = "://" in resume
     if is_url and own.checkpoint is not None:
         return own  # the other need not be fetched again
-    other = _fetched(f"{resume.rstrip('/')}/checkpoints", run) if is_url else _newest_in(Path(resume))
+    other = _fetched(f"{resume.rstrip('/')}/checkpoints", run / FETCHED) if is_url else _newest_in(Path(resume))
     if other.checkpoint is None:
         raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
     return other if own.checkpoint is None else own
@@ -72,15 +75,15 @@ def _newest_of(config: Config) -> Start:
     try:
         own = _newest_in(config.run_dir)
     except CheckpointError as error:
-        fetched = _fetched(config.copies, config.run_dir)
+        fetched = _fetched(config.copies, config.run_dir / "checkpoints")
         if fetched.checkpoint is None:
             raise
         return Start(fetched.checkpoint, [str(error), *fetched.passed_over])
-    return _fetched(config.copies, config.run_dir) if own.checkpoint is None else own
+    return _fetched(config.copies, config.run_dir / "checkpoints") if own.checkpoint is None else own
 
 
-def _fetched(copies: str, run: Path) -> Start:
-    return Start(*RemoteCheckpoints(copies).fetch_newest(run / "checkpoints"))
+def _fetched(copies: str, into: Path) -> Start:
+    return Start(*RemoteCheckpoints(copies).fetch_newest(into))
 
 
 def _copies_in(url: str) -> bool:
@@ -122,7 +125,7 @@ def check_run_dir(config: Config) -> None:
         raise ConfigError(f"run.name: {run} is one policy of the run {whole}, which trains all of them: train {whole}")
     if not config.policies and (run / POLICIES).is_dir():
         raise ConfigError(f"run.name: {run} contains a run of several policies, and this run has one; {remedy}")
-    if config.policies and _holds_run(run):
+    if config.policies and holds_run(run):
         raise ConfigError(f"run.name: {run} contains a run of one policy, and this run has several; {remedy}")
 
 
@@ -133,7 +136,7 @@ def whole_of(run: Path) -> Path | None:
     return folder.parent if is_part else None
 
 
-def _holds_run(run: Path) -> bool:
+def holds_run(run: Path) -> bool:
     """True if a run of one policy took a step here."""
     metrics = run / "metrics.jsonl"
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
@@ -162,6 +165,19 @@ def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
         write_atomically(run / CONFIG, text, is_private=True)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
+
+
+def keep_fetched(run: Path, checkpoint: Path | None) -> None:
+    """Move `checkpoint`, which the run has started from, to those of the run if it was fetched from another run.
+
+    Deletes what a refused start has fetched.
+    """
+    if checkpoint is not None and checkpoint.parent == run / FETCHED:
+        kept = run / "checkpoints" / checkpoint.name
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.parent.mkdir(exist_ok=True)
+        checkpoint.rename(kept)
+    shutil.rmtree(run / FETCHED, ignore_errors=True)
 
 
 def check_is_run(run: Path) -> None:

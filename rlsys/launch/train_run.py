@@ -27,6 +27,7 @@ from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.run_lock import locked
+from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import build_driver
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import Driver
@@ -52,7 +53,6 @@ from rlsys.monitoring.events import (
 from rlsys.monitoring.machine_metrics import MachineMetrics
 from rlsys.monitoring.tracker import RunFacts
 from rlsys.monitoring.trackers.console import ConsoleSink
-from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.monitoring.trackers.tracker_thread import InThread
 from rlsys.types import POLICY, PolicyVersion
 from rlsys.util.deadlines import Progress
@@ -179,10 +179,6 @@ def train_job(
         run_folder.make_run_dir(config)
     with locked(config.run_dir):
         starts = {name: run_folder.start_of(own) for name, own in owns.items()}
-        if config.policies:
-            run_folder.write_run_dir(config)
-        for name, own in owns.items():
-            run_folder.write_run_dir(own, starts[name].checkpoint)
         with native_output_in(config.run_dir / "logs" / "driver.log"), dashboard_beside(config):
             job = TrainingJob.of(config, owns, starts, began, progress=progress)
             for sink in sinks:
@@ -218,11 +214,10 @@ class PolicyRun:
     result: TrainResult
 
     @classmethod
-    def of(
-        cls, config: Config, start: run_folder.Start, began: float, *, progress: bool, policy: str = ""
-    ) -> PolicyRun:
-        """Open all that writes to its run directory, which must exist. `policy`: its name, if there are several."""
-        result, events = TrainResult(str(config.run_dir)), Events([JsonlSink(config.run_dir)])
+    def of(cls, files: SessionFiles, began: float, *, progress: bool, policy: str = "") -> PolicyRun:
+        """Open all that follows its events. `policy`: its name, if there are several."""
+        config, start = files.config, files.start
+        result, events = TrainResult(str(config.run_dir)), Events([files])
         if progress:
             run_dir = "" if policy else config.run_dir
             events.attach(ConsoleSink(config.run.steps, policy=policy, run_dir=run_dir))
@@ -247,6 +242,8 @@ class TrainingJob:
     result: TrainResult
     began: float
     """Time of the command, on the monotonic clock."""
+    files: Sequence[SessionFiles]
+    """Files of every run, and of the whole if there are several policies."""
 
     @classmethod
     def of(
@@ -261,16 +258,20 @@ class TrainingJob:
     ) -> TrainingJob:
         """Open the run of every trained policy; `owns` and `starts` are by its name. Lines on the screen begin with
         that, or else with `label`."""
+        is_new = not any(run_folder.holds_run(own.run_dir) for own in owns.values())
+        whole = [SessionFiles(config, run_folder.Start(None), is_new=is_new)] if config.policies else []
+        parts = {name: SessionFiles(own, starts[name], is_new=is_new) for name, own in owns.items()}
+        files = [*whole, *parts.values()]
         runs = {
-            name: PolicyRun.of(own, starts[name], began, progress=progress, policy=name if config.policies else label)
-            for name, own in owns.items()
+            name: PolicyRun.of(part, began, progress=progress, policy=name if config.policies else label)
+            for name, part in parts.items()
         }
         if not config.policies:
-            return cls(config, runs, runs[POLICY].events, runs[POLICY].result, began)
+            return cls(config, runs, runs[POLICY].events, runs[POLICY].result, began, files)
         result = TrainResult(str(config.run_dir), policies={name: run.result for name, run in runs.items()})
-        shared = Events([JsonlSink(config.run_dir), *([ConsoleSink(0, run_dir=config.run_dir)] if progress else [])])
+        shared = Events([*whole, *([ConsoleSink(0, run_dir=config.run_dir)] if progress else [])])
         shared.attach(Summary(result, shared, began))
-        return cls(config, runs, shared, result, began)
+        return cls(config, runs, shared, result, began, files)
 
     @contextmanager
     def end_emitted(self) -> Iterator[None]:
@@ -383,6 +384,8 @@ class TrainingJob:
                 if run.checkpoint is not None:
                     with phase(run.events, "load_checkpoint"):
                         starts[name] = await drivers[name].restore(run.checkpoint)
+            for files in self.files:
+                files.begin()  # from here on nothing refuses the start
             for name, run in self.runs.items():
                 bound = run.config.asynchrony.max_staleness
                 run.events.emit(RunStarted(str(run.config.run_dir), starts[name], drivers[name].end, bound))

@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlsys import Config, evaluate, export, train
-from rlsys.errors import ConfigError, ModelError, RunAborted
+from rlsys.errors import CheckpointError, ConfigError, ModelError, RunAborted
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.hub_server import TOKEN, serving_hub
 from tests.jobs import config_of
+from tests.models import tiny_sorter
 from tests.ray.judges import UNPICKLED_BY
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -98,6 +99,33 @@ def test_an_interrupted_and_resumed_run_has_bit_identical_weights(step, whole_ru
     for later in range(step + 1, 5):
         name = f"rollouts/step_{later:06d}.parquet"
         assert said(config.run_dir / name) == said(whole_run / name)
+
+
+@pytest.mark.parametrize(
+    ("exists", "error", "reason"),
+    [(True, CheckpointError, "Size mismatch"), (False, ModelError, "there is no folder")],
+    ids=["another model", "no model"],
+)
+def test_a_refused_resume_leaves_a_finished_run_as_it_was(
+    exists, error, reason, whole_run, model_path, data_path, tmp_path
+):
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(whole_run, run, symlinks=True)
+    before = contents_of(run)
+    if exists:
+        shutil.copytree(model_path, other)
+        tiny_sorter(head_dim=8).save_pretrained(other)
+    with pytest.raises(error, match=reason):
+        train(config_of(other, data_path, tmp_path, ["run.resume=auto"]), progress=False)
+    assert contents_of(run) == before
+    assert are_equal(weights_of(run), weights_of(whole_run))
+
+
+def contents_of(run: Path) -> dict[str, bytes]:
+    """Files of a run, without those of its processes."""
+    files = {path.relative_to(run).as_posix(): path for path in run.rglob("*") if path.is_file()}
+    of_processes = ("logs/", "machine/", "run.lock")
+    return {name: path.read_bytes() for name, path in files.items() if not name.startswith(of_processes)}
 
 
 def test_a_run_without_its_folder_goes_on_from_copies(whole_run, model_path, data_path, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
-from rlsys.launch.run_folder import start_of
+from rlsys.launch.run_folder import keep_fetched, start_of
 from rlsys.loop.checkpoint import Checkpoints, read_state
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.monitoring.events import CheckpointCopied, CheckpointCopyFailed, Events
@@ -70,8 +70,20 @@ def test_a_lost_folder_is_resumed_from_its_copy(copied, resume):
 
 
 def test_another_run_starts_from_a_url(copied):
+    new = copied.run.parent / "new"
     start = start_of(copied.config(f"file://{copied.store}/run", name="new"))
-    assert start.checkpoint == copied.run.parent / "new" / "checkpoints" / "step_000003"
+    assert start.checkpoint == new / "fetched" / "step_000003"
+    assert start_of(copied.config("auto", name="new")).checkpoint is None, "the start may be refused"
+    keep_fetched(new, start.checkpoint)
+    assert start_of(copied.config("auto", name="new")).checkpoint == new / "checkpoints" / "step_000003"
+    assert names(new) == ["checkpoints"]
+
+
+def test_what_a_refused_start_has_fetched_is_deleted(copied):
+    new = copied.run.parent / "new"
+    start_of(copied.config(f"file://{copied.store}/run", name="new"))
+    keep_fetched(new, None)
+    assert names(new) == []
 
 
 def test_a_copy_that_is_cut_is_passed_over(copied):
