@@ -15,6 +15,7 @@ from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.run_folder import Start, checkpoint_of, start_of
 from rlsys.launch.run_lock import LOCK, locked
+from rlsys.launch.session_files import SessionFiles
 from rlsys.launch.train_run import PolicyRun, link_logs
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.monitoring.events import Events, FileSkipped
@@ -113,6 +114,7 @@ def test_logs_that_cannot_be_linked_end_nothing(tmp_path: Path):
 def test_a_caution_on_staleness_is_the_first_event(tmp_path: Path):
     keys = [f"run.folder={tmp_path}", "run.name=sums", "run.steps=9", "model.path=m", "data.path=d"]
     config = Config.load([], [*keys, "algorithm.correction=tis", "asynchrony.max_staleness=4"])
-    PolicyRun.of(config, Start(None), 0.0, progress=False).events.close()
+    files = SessionFiles(config, Start(None), is_new=True)
+    PolicyRun.of(files, 0.0, progress=False).events.close()
     (event,) = map(json.loads, (tmp_path / "sums" / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["sentence"]) == ("caution_raised", config.staleness_caution)
