@@ -128,7 +128,7 @@ def contents_of(run: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in files.items() if not name.startswith(of_processes)}
 
 
-def test_a_run_without_its_folder_goes_on_from_copies(whole_run, model_path, data_path, tmp_path):
+def test_copies_replace_a_lost_folder_and_start_another_run(whole_run, model_path, data_path, tmp_path):
     keys = ["rollout.replicas=2", f"checkpoint.copy_to=file://{tmp_path / 'store'}", "run.resume=auto"]
     config = config_of(model_path, data_path, tmp_path / "runs", [*keys, "run.steps=3"])
     train(config, progress=False)
@@ -139,6 +139,11 @@ def test_a_run_without_its_folder_goes_on_from_copies(whole_run, model_path, dat
     assert train(config_of(model_path, data_path, tmp_path / "runs", keys), progress=False).steps == 4
     assert [row["step"] for row in rows_of(config.run_dir, "metrics.jsonl")] == [4]
     assert are_equal(weights_of(config.run_dir), weights_of(whole_run))
+    of_url = ["run.name=other", "run.steps=5", f"run.resume=file://{tmp_path / 'store' / 'run'}"]
+    other = config_of(model_path, data_path, tmp_path / "runs", ["rollout.replicas=2", *of_url])
+    assert train(other, progress=False).steps == 5
+    assert sorted(path.name for path in other.run_dir.glob("*/step_*[0-9]")) == ["step_000004", "step_000005"]
+    assert not (other.run_dir / "fetched").exists()
 
 
 def said(path: Path) -> list[object]:
