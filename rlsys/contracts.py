@@ -120,15 +120,14 @@ class Rollouts(Protocol):
         """Return the load of each live replica; a replica that is dead, or does not answer, is left out. Changes no
         state."""
 
-    async def move(self, source: str, to: str) -> int:
-        """Continue all running requests of `source` on `to`, from their current tokens, on the same version.
+    async def drain(self, source: str, to: str) -> int:
+        """Let `to` hold the weights of all groups of `source`, and go on with its requests from their last tokens.
 
-        Returns the number of groups moved: 0 if `to` has another version loaded, or no room. A failure during the move
-        is raised to the callers waiting for the groups, not here.
+        Returns the number of groups moved: 0 if `to` has other weights, or soon changes them.
         """
 
     def placements(self) -> Mapping[int, str]:
-        """Return the replica of each group being rolled out, by group id."""
+        """Return the worker that plays each group being rolled out, by group id."""
 
 
 class PinnedRollouts(Rollouts, Protocol):

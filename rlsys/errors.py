@@ -84,6 +84,10 @@ class PayloadLost(RlsysError):
         return type(self), (self.group_ids,)
 
 
+class GroupExpired(RlsysError):
+    """A group that waited for tokens longer than `limits.group_s`. No worker is at fault: the group is issued again."""
+
+
 class WorkflowError(WorkerError):
     """An exception in the user's workflow, or in code it called, such as an agent framework. It fails the episode if
     the policy has replied. Before the first reply it is a bug that ends the run."""

@@ -341,7 +341,13 @@ class ReplicaLoad:
     is_loading: bool = False
     """True while it loads weights; it is then neither source nor destination of moves."""
     num_groups: int = 0
-    """Groups there, also those that wait for their tools."""
+    """Groups that hold its weights, also those that wait for their tools."""
+    weight: int = 0
+    """Total weight of its requests, see `rlsys.routing.request_router.request_weight`."""
+    num_slots: int = 0
+    """Requests that its engine runs at a time; 0 if unknown."""
+    tokens_per_s: float = 0.0
+    """Measured speed of one of its running requests; 0 if unknown."""
 
     @property
     def num_present(self) -> int:

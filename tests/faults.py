@@ -106,7 +106,7 @@ async def _run(watched: Watched, folder: Path) -> list[AlertRaised]:
         "rollout": {"replicas": watched.replicas, "repack_s": 0, "max_new_tokens": 1000},
         "train": {"groups_per_step": watched.groups},
         "asynchrony": {"max_staleness": watched.max_staleness},
-        "limits": {"lease_s": 1e9, "no_progress_s": 1e9},
+        "limits": {"group_s": 1e9, "no_progress_s": 1e9},
         "checkpoint": {"every": 10, "every_s": 0},
         "record": {"rollouts_every": 1},
         "eval": {"every": 5, "data": {HELD_OUT: "held_out.jsonl"}},

@@ -13,9 +13,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from rlsys.errors import WorkerDied, WorkerError
+from rlsys.routing.requests import Completion, Request
 from rlsys.types import EngineStats, PolicyVersion
 from rlsys.weight_sync.manifest import TensorSpec
-from workers.engines.engine import Completion, ModelShapes, Request, check_weights
+from workers.engines.engine import ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, RequestLimits, progress_of
 from workers.transport.checksums import checksum_of, spec_of
 
@@ -81,7 +82,7 @@ class ScriptedEngine:
             self._jobs.remove(job)
             self._job_left.set()
 
-    def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
+    def abort(self, request_id: str) -> None:
         for job in [job for job in self._jobs if job.request.id == request_id]:
             self._finish(job, "abort")
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -22,11 +23,11 @@ from workers.ray.remote_proxy import Remote, place_of, start, successor_name
 from workers.relay.relay_pool import RayRelays
 from workers.reward.replica_rewards import ReplicaRewards
 from workers.reward.reward_worker import RewardPool, RewardWorker
-from workers.rollout.generator import WeightChange
-from workers.rollout.partial_responses import Partials, PartialsRelay
-from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool
-from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
-from workers.rollout.session_host import SessionHost
+from workers.rollout.replica_weights import WeightChange
+from workers.rollout.replica_worker import ReplicaWorker
+from workers.rollout.rollout_pool import ANSWER_S, PinnedRolloutPool, RolloutPool, SessionPool
+from workers.rollout.rollout_worker import ReplicaSpec, RolloutSpec, RolloutWorker
+from workers.rollout.session_worker import SessionWorker
 from workers.train.optimizer import critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.recorder import Recorder
@@ -101,33 +102,25 @@ class WorkerSet:
     rollouts: RolloutPool
     rewards: RewardPool | ReplicaRewards
     evaluation: PinnedRolloutPool | None = None
-    hosts: Sequence[Remote[SessionHost]] = ()
 
     @classmethod
     def of(cls, config: Config) -> WorkerSet:
         """Start all workers; they load in parallel."""
         lines = {name: PolicyWorkers.of(own, name) for name, own in (config.trained or {POLICY: config}).items()}
         relays = {name: line.relays for name, line in lines.items()}
-        partials = partials_of(config, relays)
         rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
-        hosts = start_hosts(config)
-        return cls(
-            lines,
-            start_rollouts(config, relays, partials, hosts),
-            rewards,
-            start_evaluation(config, relays[POLICY]) if config.eval.every else None,
-            hosts,
-        )
+        rollouts = start_rollouts(config, relays)
+        return cls(lines, rollouts, rewards, start_evaluation(config, relays[POLICY]) if config.eval.every else None)
 
     async def ready(self) -> None:
         """Return once all workers are set up. Raises the first error of a worker, for example `ModelError`."""
-        hosts = (host.setup() for host in self.hosts)
-        await asyncio.gather(*(worker.ready() for worker in self._handles()), *hosts)
+        await asyncio.gather(*(worker.ready() for worker in self._handles()))
 
     async def engines(self) -> list[tuple[str, EngineChoice]]:
         """Engine of each replica, by name of the replica (and of the policy, if several). Call it after `ready`."""
         members = [*self.rollouts.members, *(self.evaluation.members if self.evaluation else [])]
-        told = await asyncio.gather(*(member.worker.call(RolloutWorker.choices) for member in members))
+        replicas = [member.worker.at(ReplicaWorker, "replica") for member in members]
+        told = await asyncio.gather(*(replica.call(ReplicaWorker.choices) for replica in replicas))
         return [
             (member.name + (f" ({policy})" if len(choices) > 1 else ""), choice)
             for member, choices in zip(members, told, strict=True)
@@ -159,18 +152,18 @@ class WorkerSet:
             if ("CPU" in short and replica.num_cpus) or ("GPU" in short and replica.num_gpus):
                 self.rollouts.give_way(lack.worker)
 
-        for pool in (self.rollouts, self.rewards, self.evaluation):
+        rollouts = [*self.rollouts.pools, *(self.evaluation.pools if self.evaluation else [])]
+        for pool in (*rollouts, self.rewards):
             if isinstance(pool, Pool):
                 pool.on_failure, pool.on_recovery = on_failure, on_recovery
-        for handle in self._handles():
-            handle.on_unplaced = note if handle in (self.rollouts, self.evaluation) else make_room
+        for handle in {*self._handles(), *rollouts}:
+            handle.on_unplaced = note if handle in rollouts else make_room
 
     async def close(self) -> None:
         """End every worker, even if the cluster stays up."""
         await asyncio.gather(*(worker.close() for worker in self._handles()))
         for line in self.lines.values():
             line.relays.close()
-        await asyncio.gather(*(host.end() for host in self.hosts))
 
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
         """Handles of all workers except the relays."""
@@ -182,15 +175,7 @@ class WorkerSet:
 def _relays(config: Config) -> RayRelays:
     """Start the relays of a policy. Replicas that wait for the first version know its size from the model's files."""
     num_bytes = 0 if config.train.lora else weight_bytes(config.model.path)
-    return RayRelays.start(config.limits.transfer_s, PartialsRelay, num_bytes=num_bytes)
-
-
-def partials_of(config: Config, relays: Mapping[str, RayRelays]) -> dict[str, Remote[Partials]]:
-    """Return the pool of partial responses of each policy, by its name: at its relay on the driver's node, without
-    which a run ends anyway. None if they are off."""
-    if not config.rollout.partial_responses:
-        return {}
-    return {name: of.members[0].at(Partials, "partials").within(ANSWER_S) for name, of in relays.items()}
+    return RayRelays.start(config.limits.transfer_s, num_bytes=num_bytes)
 
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
@@ -297,99 +282,90 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
         backend.export(to)
 
 
-def start_rollouts(
-    config: Config,
-    relays: Mapping[str, RayRelays],
-    partials: Mapping[str, Remote[Partials]] | None = None,
-    hosts: Sequence[Remote[SessionHost]] = (),
-) -> RolloutPool:
-    """Start the rollout replicas for training; `relays` are those of the trained policies.
-
-    `partials` keep what each policy has sampled in unfinished groups. Without them, a group that is lost with its
-    replica starts from scratch. `hosts` play the sessions, if there are any.
-    """
-    generators, partials = _training_generators(config), partials or {}
-    supply = _replicas(config, generators, relays, partials, hosts)
-    return RolloutPool(supply, partials=partials, policies=list(generators))
-
-
-def start_hosts(config: Config) -> list[Remote[SessionHost]]:
-    """Start the hosts of sessions. Ray restarts one that dies; until then replicas play sessions elsewhere."""
-    if not config.rollout.session_hosts:
-        return []
-    spec = replace(_rollout_spec(config, _training_generators(config)), resources=Resources())
-    names = (f"rollout-host-{number}" for number in range(config.rollout.session_hosts))
-    return [
-        start(SessionHost, name, partial(SessionHost.load, name, spec), spec.resources, ANSWER_S, restarts=True)
-        for name in names
-    ]
-
-
-def _training_generators(config: Config) -> dict[str, GeneratorSpec]:
+def start_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPool:
+    """Start the rollout replicas for training, and session workers; `relays` are those of the trained policies."""
     own = {name: config.of(name) for name in config.policies} or {POLICY: config}
     trained = config.trained if config.policies else own
-    return {
-        name: _generator_spec(of, of.model.path, "newest" if name in trained else "never", len(own))
+    replicas = {
+        name: _replica_spec(of, of.model.path, "newest" if name in trained else "never", len(own))
         for name, of in own.items()
     }
+    supply, sessions = _replicas(config, replicas, relays)
+    return RolloutPool(supply, policies=list(replicas), sessions=sessions)
 
 
 def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:
     """Start the replicas that evaluate."""
-    generators = {POLICY: _generator_spec(config, config.model.path, "pinned")}
-    return PinnedRolloutPool(_replicas(config, generators, {POLICY: relays}, evaluates=True), relays)
+    replicas = {POLICY: _replica_spec(config, config.model.path, "pinned")}
+    supply, sessions = _replicas(config, replicas, {POLICY: relays}, evaluates=True)
+    return PinnedRolloutPool(supply, relays, sessions=sessions)
 
 
 def start_fixed_rollouts(config: Config, model_path: str) -> RolloutPool:
     """Start replicas of a model that is not trained, for `rlsys eval`."""
-    generators = {POLICY: _generator_spec(config, model_path, "never")}
-    return RolloutPool(_replicas(config, generators, {}, evaluates=True), kind="eval")
+    replicas = {POLICY: _replica_spec(config, model_path, "never")}
+    supply, sessions = _replicas(config, replicas, {}, evaluates=True)
+    return RolloutPool(supply, kind="eval", sessions=sessions)
 
 
 def _replicas(
     config: Config,
-    generators: Mapping[str, GeneratorSpec],
+    replicas: Mapping[str, ReplicaSpec],
     relays: Mapping[str, RayRelays],
-    partials: Mapping[str, Remote[Partials]] | None = None,
-    hosts: Sequence[Remote[SessionHost]] = (),
     *,
     evaluates: bool = False,
-) -> PoolSpec[RolloutWorker]:
-    """Specification of the replicas with these generators, for training unless `evaluates`."""
+) -> tuple[PoolSpec[RolloutWorker], SessionPool | None]:
+    """Specification of the processes with these replicas, for training unless `evaluates`, and the session workers of
+    their own processes, as many as there are replicas; None if sessions share the processes of the replicas."""
     rollout, limits = config.rollout, config.limits
     section = config.eval if evaluates else rollout
-    spec = _rollout_spec(config, generators, evaluates=evaluates)
+    spec = _rollout_spec(config, replicas, evaluates=evaluates)
     routes = {name: of_policy.route for name, of_policy in relays.items()}
-
+    plays = plays_beside_engines(spec)
     first = rollout.replicas if evaluates and relays else 0  # the servers of evaluation come last
 
-    def one(name: str) -> Remote[RolloutWorker]:
+    def replica(name: str) -> Remote[RolloutWorker]:
         place = first + place_of(name)
-        own = {policy: each.at(place) for policy, each in generators.items()}
-        build = partial(RolloutWorker.of, name, replace(spec, generators=own), routes, partials or {}, hosts)
+        own = {policy: each.at(place) for policy, each in replicas.items()}
+        build = partial(RolloutWorker.of, name, replace(spec, policies=own), routes, plays=plays)
         return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
 
-    return PoolSpec(section.replicas, one, limits.lease_s, limits.silence_s, limits.max_attempts)
+    def session_worker(name: str) -> Remote[SessionWorker]:
+        return start(SessionWorker, name, partial(spec.apart, name), NO_MATHS, ANSWER_S)
+
+    supply = PoolSpec(section.replicas, replica, inf, limits.silence_s, limits.max_attempts)
+    if plays:
+        return supply, None
+    kind = "eval-session" if evaluates else "session"
+    players = PoolSpec(section.replicas, session_worker, inf, limits.silence_s, limits.max_attempts)
+    return supply, SessionPool(kind, players, limits.group_s)
 
 
-def _rollout_spec(config: Config, generators: Mapping[str, GeneratorSpec], *, evaluates: bool = False) -> RolloutSpec:
+def plays_beside_engines(spec: RolloutSpec) -> bool:
+    """True if sessions share the process of a replica: they run no code of users, and no GPU waits for the process."""
+    return vars(type(spec.workflow)).get("is_light", False) and not spec.resources.num_gpus
+
+
+def _rollout_spec(config: Config, replicas: Mapping[str, ReplicaSpec], *, evaluates: bool = False) -> RolloutSpec:
     rollout, scores = config.rollout, not config.reward.workers
     return RolloutSpec(
-        generators=generators,
+        policies=replicas,
         bindings=config.agents if config.policies else {},
         sampling=rollout.sampling((config.eval if evaluates else rollout).temperature),
         max_prompt_tokens=config.data.max_prompt_tokens,
         chat=rollout.chat.with_text(),
-        workflow=rollout.workflow,
+        workflow=rollout.workflow.in_evaluation() if evaluates else rollout.workflow,
         resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
-        ends=rollout.early_ends,
+        group_s=config.limits.group_s,
+        max_losses=config.limits.max_attempts,
+        ends=None if evaluates else rollout.early_ends,
         judge=_judge_of(config) if (rollout.early_ends and config.reward_functions) or scores else None,
         scores=scores,
     )
 
 
 def _judge_of(config: Config) -> Callable[[str], RewardWorker]:
-    """Return what makes the judge of a replica: the reward functions, in processes of their own."""
+    """Return what makes the judge of a session worker: the reward functions, in processes of their own."""
     reward = config.reward
 
     return partial(_judge, config.reward_functions, reward.processes, reward.timeout_s, reward.memory_mb)
@@ -399,9 +375,9 @@ def _judge(specs: Sequence[RewardSpec], processes: int, timeout_s: float, memory
     return RewardWorker(specs, processes, timeout_s, memory_mb=memory_mb, name=name)
 
 
-def _generator_spec(
+def _replica_spec(
     config: Config, model_path: str, pulls: Literal["newest", "pinned", "never"], num_engines: int = 1
-) -> GeneratorSpec:
+) -> ReplicaSpec:
     """Specification of one of the `num_engines` engines that share the replica's GPUs."""
     rollout = config.rollout
     is_trained = pulls == "newest"
@@ -421,7 +397,7 @@ def _generator_spec(
         how = {"api_key_env": section.api_key_env, "folder": section.folder, "takes_weights": pulls != "never"}
         servers = tuple(ServerSpec(url=url, **how) for url in section.urls)
     change = WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance)
-    return GeneratorSpec(engine=engine, change=change, pulls=pulls, servers=servers)
+    return ReplicaSpec(engine=engine, change=change, pulls=pulls, servers=servers)
 
 
 def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
@@ -433,9 +409,9 @@ def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
     arguments = config.reward_functions, reward.processes, reward.timeout_s, reward.memory_mb, model, resources
 
     def one(name: str) -> Remote[RewardWorker]:
-        return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.lease_s)
+        return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.group_s)
 
-    return RewardPool(PoolSpec(reward.workers, one, limits.lease_s, limits.silence_s, limits.max_attempts))
+    return RewardPool(PoolSpec(reward.workers, one, limits.group_s, limits.silence_s, limits.max_attempts))
 
 
 def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:

@@ -36,9 +36,10 @@ from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.config.schema import LrStaleness
 from rlsys.data.task_file import load_tasks
+from rlsys.routing.requests import Request
 from rlsys.types import Distribution, Episode, Group, PolicyVersion, Sampling, Task, Trajectory, Turn
 from rlsys.util.seeds import group_seed, request_seed
-from workers.engines.engine import EngineSpec, Request
+from workers.engines.engine import EngineSpec
 from workers.engines.local import LocalEngine
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend

@@ -56,6 +56,9 @@ class Workflow(Budget):
     """True if the first prompt of an agent is that of the task. Then the prompts are checked before a run starts."""
     speaks_once: ClassVar[bool] = False
     """True if no agent speaks twice. Then engines keep nothing of a reply for a prompt that goes on from it."""
+    is_light: ClassVar[bool] = False
+    """True if sessions run no code of users, no tools and no environments. Not inherited: a subclass has its own code.
+    Where no GPU needs the process to itself, sessions then share the process of a replica."""
 
     async def run(self, session: Session) -> None:
         """Play one episode: create agents, chat.
@@ -119,6 +122,7 @@ class SingleTurn(Workflow):
 
     opens_with_prompt = True
     speaks_once = True
+    is_light = True
 
     async def run(self, session: Session) -> None:
         await session.agent(POLICY).chat(session.task.prompt, tools=session.task.tools)

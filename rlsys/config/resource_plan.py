@@ -91,8 +91,6 @@ def needs(roles: Sequence[Role]) -> tuple[float, float]:
 def _roles(config: Config) -> Iterator[Role]:
     rollout = config.rollout
     yield Role("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus)
-    if rollout.session_hosts:
-        yield Role("session host", rollout.session_hosts, 1.0, 0.0)
     if config.reward.workers:
         yield _reward(config)
     if not config.policies:

@@ -283,24 +283,17 @@ class RolloutSection(Section):
     old weights; running sequences end on the old ones, and new ones start at once; in vLLM only adapters (train.lora).
     A turn then has one version, while a trajectory may mix versions from turn to turn; the bound on staleness
     applies."""
-    partial_responses: bool = True
-    """Keep the tokens of unfinished groups outside their replica, so that a group goes on from them if the replica
-    dies."""
     resident_versions: Annotated[int, Field(ge=2)] | None = None
     """Most sets of weights in one replica with weight_change `beside`; a further set waits until no sequence runs on
     the oldest. None: 2."""
-    session_hosts: NonNegativeInt = 0
-    """Processes in which workflows, tools and environments run, apart from engines, on any node with a CPU to spare. 0:
-    in the replicas. Worth it where sessions compute and cores are free: their Python takes time of the engine
-    otherwise."""
     early_ends: EarlyEndsSection | None = None
     """End redundant episodes of a group early, once its advantages are settled (after DeepPrune, arXiv:2510.08483). The
-    reward functions then also run in the replicas, and which episodes end depends on timing. None: every episode is
-    played to its end."""
+    reward functions then also run where groups are played, and which episodes end depends on timing. None: every
+    episode is played to its end."""
     repack_s: NonNegativeFloat = 5.0
-    """Seconds between two checks for replicas that are nearly done with old weights. Their remaining groups move to one
-    of them, and the others load new weights and start new groups. 0: never. Applies to several replicas with
-    weight_change `between`, where running groups delay new weights."""
+    """Seconds between two checks for replicas that are nearly done with old weights. One of them takes over the
+    requests of the others, which load new weights. 0: never. Applies to several replicas with weight_change `between`,
+    where running groups delay new weights."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Cached keys and values of running sequences when weights change inflight. keep: later tokens attend to those of
     the old weights. recompute: they are computed again, so that later tokens are exactly those of the new weights, at
@@ -518,9 +511,10 @@ class CheckpointSection(Section):
 class LimitsSection(Section):
     """Deadlines, and limits on failures."""
 
-    lease_s: PositiveFloat = 600.0
-    """Deadline of rolling out one group, seconds; after it, the replica is replaced and the group reissued. Waiting at
-    the replica for weights does not count. For a reward worker: deadline of scoring one group."""
+    group_s: PositiveFloat = 1800.0
+    """Seconds that one attempt at a group may wait for tokens; then the group is issued again. Time of tools and
+    environments, of weights on their way, and without a replica does not count. Also the deadline of scoring one
+    group."""
     transfer_s: PositiveFloat = 120.0
     """Least deadline of one weight transfer, seconds. To it comes ten times what the bytes take at the measured speed
     of the links. A single relay must answer within a quarter of it; otherwise it is killed and filled again."""

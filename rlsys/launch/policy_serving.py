@@ -61,10 +61,8 @@ async def served(config: Config, name: str, token: str) -> AsyncIterator[PolicyS
     async with live_policies(config) as policies:
         route = policies[POLICY]
 
-        @asynccontextmanager
-        async def opened(drawing: Drawing) -> AsyncIterator[Policy]:
-            async with sampling_as(route, temperature=drawing.temperature, top_p=drawing.top_p) as policy:
-                yield policy
+        def opened(drawing: Drawing) -> Policy:
+            return sampling_as(route, temperature=drawing.temperature, top_p=drawing.top_p)
 
         yield PolicyServer(opened, name, token)
 

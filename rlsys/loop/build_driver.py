@@ -121,7 +121,6 @@ def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, pr
         signals=frozenset(algorithm.signals & workers.annotators.keys()),
         synchronous_until=version_after(algorithm, num_synchronous, start=0, end=steps),
         admission=Admission(config.train.groups_per_step, config.permits) if config.asynchrony.is_adaptive else None,
-        lease_s=config.limits.lease_s,
         events=events,
         progress=progress,
     )

@@ -33,6 +33,7 @@ from rlsys.contracts import Files, Graft, Workers
 from rlsys.errors import (
     CheckpointError,
     DeadlineExceeded,
+    GroupExpired,
     NoProgress,
     NoSignal,
     PayloadLost,
@@ -71,6 +72,7 @@ from rlsys.monitoring.events import (
     EpisodeGrafted,
     Events,
     FileSkipped,
+    GroupReissued,
     RolledBack,
     StepDone,
     WorkerFailed,
@@ -357,7 +359,11 @@ class Driver:
 
     async def _roll_out(self, permit: Permit) -> None:
         group = self.queue.start_rollout(permit)
-        (rolled_out,) = await self.workers.rollouts.run(group.assignment)
+        try:
+            (rolled_out,) = await self.workers.rollouts.run(group.assignment)
+        except GroupExpired as expired:
+            self.events.emit(GroupReissued(group.group_id, group.assignment.task.id, str(expired)))
+            raise
         report = rolled_out.report
         assert report is not None, f"group {group.group_id} has no report"
         self._clock.add("rollout", report.busy)  # at once: events align its end with the present

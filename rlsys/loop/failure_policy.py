@@ -12,6 +12,7 @@ from rlsys.config.schema import LimitsSection
 from rlsys.contracts import Reference, Rewards, Rollouts
 from rlsys.errors import (
     DeadlineExceeded,
+    GroupExpired,
     NoSignal,
     NothingToTrain,
     PayloadLost,
@@ -53,7 +54,9 @@ class FailurePolicy:
             if attempt >= self.limits.max_attempts:
                 raise RunAborted(f"gave up after {attempt} attempts at one group; the last failure: {error}")
             return None
-        if isinstance(error, TaskTooLong | NothingToTrain):
+        if isinstance(error, GroupExpired) and attempt < self.limits.max_attempts:
+            return None
+        if isinstance(error, TaskTooLong | NothingToTrain | GroupExpired):
             if dropped_in_a_row + 1 < self.limits.max_failed_groups:
                 return "too_long" if isinstance(error, TaskTooLong) else "failed"
             raise RunAborted(
@@ -98,7 +101,7 @@ class Retries:
                 if death is not None:
                     await self._replace(pool, death)
                 return await attempt_once()
-            except (WorkerError, NothingToTrain, NoSignal) as error:
+            except (WorkerError, NothingToTrain, NoSignal, GroupExpired) as error:
                 if reason := self.decide(error, attempt):
                     raise GivenUp(reason, error) from error
                 death = error if isinstance(error, WorkerError) else None

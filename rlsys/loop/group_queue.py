@@ -144,8 +144,6 @@ class GroupQueue:
     """Before this version, at most one step of groups is in flight."""
     admission: Admission | None = None
     """Adapts the number of permits, below `capacity`; None: always all of them."""
-    lease_s: float = inf
-    """Deadline of one rollout attempt, in seconds; the rollout pool enforces it."""
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
     """Advances with every transition that results from work done."""
@@ -224,8 +222,7 @@ class GroupQueue:
             return f"{said}, waits to be issued again"
         lasts_s = 0.0 if group.began_s is None else deadlines.now() - group.began_s
         if replica is not None and group.state is State.ROLLING_OUT:
-            lease = f"lease ends in {self.lease_s - lasts_s:.0f} s"
-            return f"{said}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s, {lease}"
+            return f"{said}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s"
         if group.attempt:
             said += f", attempt {group.attempt} begun {lasts_s:.0f} s ago"
         lacking = self.lacking(group)

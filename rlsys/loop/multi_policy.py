@@ -79,7 +79,7 @@ class SharedRollouts(Rollouts, Protocol):
 
     async def loads(self, policy: str = ...) -> Sequence[ReplicaLoad]: ...
 
-    async def move(self, source: str, to: str, policy: str = ...) -> int: ...
+    async def drain(self, source: str, to: str, policy: str = ...) -> int: ...
 
 
 class Joint:
@@ -238,9 +238,9 @@ class JointRollouts:
     async def loads(self) -> Sequence[ReplicaLoad]:
         return await self.joint.pool.loads(self.policy)
 
-    async def move(self, source: str, to: str) -> int:
+    async def drain(self, source: str, to: str) -> int:
         """Move what this policy samples; the other policies of the groups stay where they are."""
-        return await self.joint.pool.move(source, to, self.policy)
+        return await self.joint.pool.drain(source, to, self.policy)
 
     def placements(self) -> Mapping[int, str]:
         return {**self.joint.pool.placements(), **self.joint.awaited(self.policy)}

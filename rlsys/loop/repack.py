@@ -124,14 +124,14 @@ class Repacker:
             load.replica: (load.version, max(load.stats.kv_used, before.get(load.replica, 0.0))) for load in loads
         }
         for move in moves:
-            if num_groups := await self.rollouts.move(move.source, move.to):
+            if num_groups := await self.rollouts.drain(move.source, move.to):
                 self.num_moved += num_groups
                 self.events.emit(TrajectoriesMoved(move.source, move.to, num_groups, move.version))
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move of all running requests of `source` to replica `to`; both have `version` loaded."""
+    """Move of all groups of `source` to replica `to`; both have `version` loaded."""
 
     source: str
     to: str

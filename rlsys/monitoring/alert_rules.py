@@ -213,8 +213,8 @@ RULES: Mapping[str, Rule] = {
         unit="times",
         when="Age of the oldest group without rewards, as a multiple of what the slowest of the last 200 took, and for "
         "a minute at least, is above this",
-        remedy="Look on the ledger where it is, and at the log of that worker. A workflow or tool that waits for ever "
-        "needs a deadline (limits.lease_s replaces the worker).",
+        remedy="Look on the ledger where it is, and at the log of that worker. A tool or an environment that may wait "
+        "for ever needs a deadline of its own.",
         gauge=fleet.Stuck,
     ),
     "worker_failed": Rule(

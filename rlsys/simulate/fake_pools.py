@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import Graft, GroupScores, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
-from rlsys.loop.router import Router
+from rlsys.routing.request_router import ReplicaWork, cheapest
 from rlsys.types import (
     Acknowledged,
     Assignment,
@@ -49,7 +49,7 @@ class Fault(Enum):
     DIES = "dies"
     """The worker dies; calls fail until it is restarted."""
     HANGS = "hangs"
-    """The call does not return within the lease."""
+    """The call does not return within its deadline."""
     WRONG_WEIGHTS = "wrong weights"
     """The rollout acknowledges a hash that was never published."""
     FAILS = "fails"
@@ -99,8 +99,8 @@ class FakePool:
         fault = self._faults.get(self.num_calls)
         self.num_calls += 1
         if fault is Fault.HANGS:
-            await asyncio.sleep(self.world.lease_s)
-            raise DeadlineExceeded(worker, phase, f"no answer within {self.world.lease_s:g} s")
+            await asyncio.sleep(self.world.group_s)
+            raise DeadlineExceeded(worker, phase, f"no answer within {self.world.group_s:g} s")
         await asyncio.sleep(seconds)
         if fault is Fault.DIES:
             raise WorkerDied(worker, phase, "the process is gone")
@@ -122,10 +122,11 @@ class FakePlay:
         """Replica that samples it, which may change."""
 
 
-class FakeReplica:
+class FakeReplica(ReplicaWork):
     """Replica that takes `rollout_s` of its pool for a group, and pulls weights in no time."""
 
     def __init__(self, pool: FakeRollouts, place: int, name: str) -> None:
+        super().__init__()
         self.pool, self.place, self.name = pool, place, name
         self.is_dead = False
         self._plays: dict[Any, None] = {}
@@ -206,7 +207,7 @@ class FakeReplica:
 
 
 class FakeRollouts(FakePool):
-    """Implement `Rollouts`: replicas behind the `Router` that runs use. Episodes are those of `FakeWorld.play`."""
+    """Implement `Rollouts`: a group goes where the least is to do. Episodes are those of `FakeWorld.play`."""
 
     def __init__(
         self,
@@ -222,8 +223,6 @@ class FakeRollouts(FakePool):
         self.rollout_s = rollout_s or world.rollout_s
         self.held: PolicyVersion = -1
         """Version loaded in the replicas; -1 before the first pull."""
-        self._router = Router(len(self.members))
-        self._routers = [self._router]
         self.replicas = [self._replica(place, name) for place, name in enumerate(self.members)]
         self.ended: list[Any] = []
         """Replicas that were replaced."""
@@ -235,19 +234,18 @@ class FakeRollouts(FakePool):
     async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         await self._any_alive()
         weight = self._weight(assignment)
-        replica = self.replicas[self._router.route(weight, session=assignment.group_id)]
+        replica = cheapest(self._live() or self.replicas, weight)
+        assert replica is not None, "a fake replica has room for all"
+        replica.add(weight)
         self.running[play := replica.assigned(assignment)] = None
         try:
-            views = await replica.run(play)
+            return await replica.run(play)
         except WorkerDied as error:
             self._left(error.worker)
             raise
         finally:
             del self.running[play]
-            self._router.release(play.host.place, weight)
-        report = views[0].report
-        self._router.report(play.host.place, report.stats if report else None)
-        return views
+            play.host.remove(weight)
 
     def placements(self) -> Mapping[int, str]:
         return {play.assignment.group_id: play.home.name for play in self.running}
@@ -255,14 +253,15 @@ class FakeRollouts(FakePool):
     async def loads(self) -> Sequence[ReplicaLoad]:
         return [replica.load() for replica in self._live()]
 
-    async def move(self, source: str, to: str) -> int:
+    async def drain(self, source: str, to: str) -> int:
         live = {replica.name: replica for replica in self._live()}
         giver, taker = live.get(source), live.get(to)
         if giver is None or taker is None or giver is taker:
             return 0
         plays = giver.move_to(taker)
         for play in plays:
-            self._router.transfer(giver.place, taker.place, self._weight(play.assignment))
+            giver.remove(self._weight(play.assignment))
+            taker.add(self._weight(play.assignment))
         self.num_moved += len(plays)
         return len(plays)
 
@@ -290,19 +289,12 @@ class FakeRollouts(FakePool):
     def _live(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas if replica.name in self.members and not replica.is_dead]
 
-    def _left(self, worker: str) -> None:
-        for place in (replica.place for replica in self.replicas if replica.name == worker):
-            for router in self._routers:
-                router.leave(place)
-
     async def _install(self, worker: str, successor: str) -> None:
         place = next(replica.place for replica in self.replicas if replica.name == worker)
         replica = self._replica(place, successor)
         await replica.ensure_version(max(r.version for r in self.replicas))
         self.ended.append(self.replicas[place])
         self.replicas[place] = replica
-        for router in self._routers:
-            router.join(place)
 
 
 class FakePinnedRollouts(FakeRollouts):

@@ -77,7 +77,7 @@ class FakeWorld:
     relay_deaths_s: Sequence[float] = ()
     """Times of the event loop at which a relay dies. Other relays keep its version, so no worker waits for it."""
     restart_s: float = 1.0
-    lease_s: float = 100.0
+    group_s: float = 100.0
     weight_change: str = "between"
     reward: Callable[[int, int], float | None] = lambda group_id, episode: float((group_id + episode) % 2)
     """Reward of an episode; None fails it."""

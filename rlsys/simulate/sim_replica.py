@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import inf
 
 from rlsys.errors import WorkerDied
-from rlsys.loop.router import Router, request_weight
+from rlsys.routing.request_router import ReplicaWork, request_weight
 from rlsys.simulate.fake_pools import FakePlay, FakeReplica, FakeRollouts, now
 from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_engine import SimEngine, Used
@@ -27,6 +27,8 @@ class SimReplica(FakeReplica):
         self.profile = pool.profile
         self.engine = SimEngine(self.profile)
         self.rounds = Rounds(self.engine.used, together=self.profile.tools == "together")
+        self.turns = SimTurns(self)
+        """Single turns that are routed here, unless all turns of a group go to its replica."""
         self.cache_age = 0
         """Number of times the cache was cleared."""
         self._loaded: PolicyVersion = -1
@@ -47,7 +49,7 @@ class SimReplica(FakeReplica):
         """Play one group on weights no older than it requires. Raises `WorkerDied`."""
         assert isinstance(play, SimPlay)
         pool, assignment = self.pool, play.assignment
-        if pool.turn_router is not None:  # its turns may go to any replica: all need the version
+        if pool.routes_turns:  # its turns may go to any replica: all need the version
             await asyncio.gather(*(r.ensure_version(assignment.version) for r in pool.replicas if not r.is_dead))
         await self.ensure_version(assignment.version)
         start_s = now()
@@ -141,13 +143,19 @@ class SimReplica(FakeReplica):
         return WorkerDied(self.name, phase, "the process is gone")
 
 
+class SimTurns(ReplicaWork):
+    """Single turns at one replica."""
+
+    def __init__(self, replica: SimReplica) -> None:
+        super().__init__()
+        self.replica = replica
+
+
 class SimRollouts(FakeRollouts):
     """Replicas of one profile."""
 
     world: SimCluster  # pyrefly: ignore[bad-override-mutable-attribute]
     replicas: list[SimReplica]  # pyrefly: ignore[bad-override-mutable-attribute]
-    turn_router: Router | None = None
-    """Router of single turns, unless all turns of a group go to its replica."""
 
     def __init__(self, cluster: SimCluster) -> None:
         self.profile = profile = cluster.profile
@@ -155,10 +163,14 @@ class SimRollouts(FakeRollouts):
         self.environments = Environments(profile.environments or inf)
         self.returned: Counter[bool] = Counter()
         """Number of routed turns after the first, by whether they returned to the previous turn's replica."""
+        self.routes_turns = profile.routing != "group"
+        """True if every turn goes to a replica of its own; else all turns of a group go to its replica."""
         super().__init__(cluster)
-        if profile.routing != "group":
-            self.turn_router = Router(len(self.replicas))
-            self._routers.append(self.turn_router)
+
+    def live_turns(self) -> list[SimTurns]:
+        """Return what the live replicas have to do for single turns; of all, if none is live."""
+        live = [replica for replica in self.replicas if replica.name in self.members and not replica.is_dead]
+        return [replica.turns for replica in live or self.replicas]
 
     def used(self) -> Used:
         """Return the use of time of all replicas up to this moment, dead ones included."""

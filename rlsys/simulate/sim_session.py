@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from xxhash import xxh3_64_intdigest
 
 from rlsys.errors import WorkerDied
-from rlsys.loop.router import request_weight
+from rlsys.routing.request_router import PREFIX_TOKENS, cheapest, request_weight
 from rlsys.simulate.fake_pools import FakePlay
 from rlsys.simulate.profile import Profile, Spread
 from rlsys.simulate.sim_engine import SimRequest, Used
@@ -105,29 +105,32 @@ class SimPlay(FakePlay):
     def _episode(self, index: int, turns: Sequence[WorkloadTurn]) -> Generator[Wait]:
         """Play one episode, once it has an environment."""
         pool, rounds = self.home.pool, self.home.rounds
-        profile, router = pool.profile, pool.turn_router
+        profile = pool.profile
         yield pool.environments.take
         rounds.enter()
         num_context, num_cached = self.num_prompt, 0
         # Replica with `num_cached` tokens in its cache, and the age of the cache then: at another age they are gone.
         at: tuple[SimReplica | None, int] = (None, 0)
-        if index > 0 and router is None and profile.environments is None:  # the first has prefilled the prompt
+        if index > 0 and not pool.routes_turns and profile.environments is None:  # the first has prefilled the prompt
             at, num_cached = (self.host, self.host.cache_age), num_context
         with suppress(WorkerDied):
             for number, turn in enumerate(turns, 1):
-                place, weight = self.host, request_weight(num_context)
-                if router is not None:
-                    prefix = None if profile.routing == "prefix" else number
-                    place = pool.replicas[router.route(weight, (self.assignment.group_id, index, prefix))]
+                place, weight, chosen = self.host, request_weight(num_context), None
+                if pool.routes_turns:
+                    home = at[0].turns if at[0] is not None and profile.routing == "prefix" else None
+                    chosen = cheapest(pool.live_turns(), weight, home, num_cached // PREFIX_TOKENS)
+                    assert chosen is not None, "a simulated replica has room for all"
+                    chosen.add(weight)
+                    place = chosen.replica
                     if number > 1:
                         pool.returned[at[0] is place] += 1
                 is_cached = at == (place, place.cache_age)
                 try:
                     yield partial(self._submit, place, num_context, turn.num_tokens, num_cached if is_cached else 0)
                 finally:
-                    if router is not None:
-                        router.release(place.place, weight)
-                place = self.host if router is None else place  # the group may have moved
+                    if chosen is not None:
+                        chosen.remove(weight)
+                place = place if pool.routes_turns else self.host  # the group may have moved
                 at, num_cached = (place, place.cache_age), num_context + turn.num_tokens
                 if number < len(turns):
                     num_context = num_cached + profile.observation_tokens

@@ -26,7 +26,7 @@ ON_THE_WAY = 2
 of one come from several nodes, some of them sooner."""
 
 
-class Replica(Protocol):
+class ChangingReplica(Protocol):
     """Interface of a rollout replica for a weight change."""
 
     name: str
@@ -57,7 +57,9 @@ class Replica(Protocol):
     def open_gate(self) -> None: ...
 
 
-async def change_weights(replica: Replica, manifest: Manifest, load: Callable[[], Awaitable[None]]) -> Acknowledged:
+async def change_weights(
+    replica: ChangingReplica, manifest: Manifest, load: Callable[[], Awaitable[None]]
+) -> Acknowledged:
     """Move a replica to the weights of `manifest`, in the only order:
 
     close the gate, pause, load, resume (always), verify the weights, verify the probe, open the gate.
@@ -157,14 +159,16 @@ class WeightSync:
                 f"rolling out group {group.group_id}",
                 f"tokens of version {group.oldest_version}, but its permit asks for {group.permit_version} or newer",
             )
-        acknowledged = {a.version: a.hash for a in group.weights}
         for span in group.versions:
-            held, expected = acknowledged.get(span.version), await self.arrived(span.version)
-            if held is None or held != expected:
+            expected = await self.arrived(span.version)
+            held = {a.hash: a.replica for a in group.weights if a.version == span.version}
+            if held.keys() != {expected}:
+                wrong = [name for name in held if name != expected]
                 raise WeightsMismatch(
-                    group.replica,
+                    held[wrong[0]] if wrong else group.replica,
                     f"rolling out group {group.group_id}",
-                    f"tokens of version {span.version}, published as {expected}, acknowledged as {held}",
+                    f"tokens of version {span.version}, published as {expected}, acknowledged as "
+                    f"{' and '.join(wrong) or None}",
                 )
 
     async def _arrive(self, receipt: Published) -> None:

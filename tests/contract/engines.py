@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from rlsys.config.lora_section import LoraSection
+from rlsys.routing.requests import Completion, Request
 from rlsys.types import PolicyVersion, Sampling, VersionSpan
 from tests.scripted_engine import ScriptedEngine
-from workers.engines.engine import Completion, Engine, EngineSpec, Request
+from workers.engines.engine import Engine, EngineSpec
 from workers.engines.local import LocalEngine
 from workers.train.lora import adapter_of, add_adapter, published
 
@@ -240,12 +241,12 @@ async def pause_after(engine: Engine, num_tokens: int) -> None:
         await engine.pause()
 
 
-async def cut(engine: Engine, request: Request, num_tokens: int, *, keep_cache: bool = False) -> Completion:
+async def cut(engine: Engine, request: Request, num_tokens: int) -> Completion:
     """What there is of a request that is aborted after that many tokens, or some more."""
     task = asyncio.create_task(engine.generate(request))
     await asyncio.sleep(0)
     await pause_after(engine, num_tokens)
-    engine.abort(request.id, keep_cache=keep_cache)
+    engine.abort(request.id)
     done = await task
     await engine.resume()
     assert done.finish == "abort"

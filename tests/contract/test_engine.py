@@ -14,6 +14,7 @@ import torch
 
 from rlsys.batch.samples import Sample
 from rlsys.errors import TaskTooLong, WorkerDied
+from rlsys.routing.requests import Completion
 from rlsys.types import Distribution, VersionSpan
 from tests.contract.engines import (
     NUM_VOCAB,
@@ -30,7 +31,7 @@ from tests.contract.engines import (
     turns,
     with_a_model,
 )
-from workers.engines.engine import Completion, Engine
+from workers.engines.engine import Engine
 from workers.train.logprobs import score
 
 

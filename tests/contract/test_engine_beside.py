@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlsys.errors import WeightsMismatch, WorkerDied, WorkerError
+from rlsys.routing.requests import Completion
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.manifest import content_hash
 from tests.contract.engines import (
@@ -27,7 +28,7 @@ from tests.contract.engines import (
     turns,
     vllm,
 )
-from workers.engines.engine import Completion, Engine
+from workers.engines.engine import Engine
 from workers.transport.checksums import hash_of
 
 KITS = [
@@ -164,7 +165,7 @@ def test_closing_ends_a_wait_for_room(kit: Kit) -> None:
 def test_a_resumed_request_keeps_its_version_while_that_is_resident(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         whole = (await run_alone(engine))[0]
-        begun = await cut(engine, ask("cut", seed=0, new=200), 5, keep_cache=True)
+        begun = await cut(engine, ask("cut", seed=0, new=200), 5)
         others = await started(engine)
         await change(engine, 4, kit.weights(1))
         await engine.pause()  # so that both get their slots in one turn

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from rlsys.routing.requests import Completion, Request
 from rlsys.types import PolicyVersion, Sampling
 from tests.contract.engines import NUM_VOCAB, head, llama, qwen
 from tests.families import tiny
 from workers.engines.decoder import Decoder
-from workers.engines.engine import Completion, Request
 from workers.engines.local import Residents
 from workers.engines.stepping import EngineJob
 

@@ -1,14 +1,13 @@
-"""Requests that are cut and gone on with: here or elsewhere, on these weights or others, with a cache or without."""
+"""Requests that are cut and gone on with: here or elsewhere, on these weights or others."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 from dataclasses import replace
 
 import pytest
-from torch import Tensor
 
+from rlsys.routing.requests import Completion, Request
 from rlsys.types import VersionSpan
 from tests.contract.engines import (
     Kit,
@@ -22,8 +21,7 @@ from tests.contract.engines import (
     run,
     with_a_model,
 )
-from workers.engines.engine import Completion, Engine, Request
-from workers.engines.slot_cache import KeptCache
+from workers.engines.engine import Engine
 
 
 def steady(kit: Kit, *, new: int = 40, name: str = "a") -> Request:
@@ -148,101 +146,17 @@ def test_a_prefix_that_ends_with_the_stop_token_is_refused() -> None:
         run(lambda: local(stop=frozenset({9})), lambda engine: engine.generate(ask(begun=begun)))
 
 
-# ------------------------------------------------------------------------------------------- with keys and values
-
-
-def test_keys_and_values_come_only_when_asked_for(kit: Kit) -> None:
-    async def scenario(engine: Engine) -> tuple[Completion, Completion]:
-        request = ask(new=40)
-        return await cut(engine, request, 3), await cut(engine, request, 3, keep_cache=True)
-
-    without, with_cache = run(kit, scenario)
-    assert without.cache is None
-    if with_cache.cache is not None:
-        assert kit.is_exact
-        assert kit.tied is not None
-        assert "cache" not in repr(with_cache)
-        assert replace(with_cache, cache=None) == with_cache
-
-
-async def handed_over(source: Engine, to: Engine, request: Request, num_tokens: int) -> Completion:
-    """A request that begins on one engine and ends on another, its keys and values pickled between the two."""
-    begun = await cut(source, request, num_tokens, keep_cache=True)
-    assert begun.cache is not None
-    return await to.generate(replace(request, begun=pickle.loads(pickle.dumps(begun))))
-
-
 @pytest.mark.parametrize("num_prompt", [1, 3, 60])
-def test_transferred_keys_and_values_change_no_token(num_prompt: int) -> None:
+def test_a_request_resumes_beside_others_to_the_same_completion(num_prompt: int) -> None:
     request = ask(new=50, prompt=tuple(range(1, 1 + num_prompt)))
-    model = qwen()
-    widths: list[int] = []
-
-    def measure(_model: object, _args: object, inputs: dict[str, Tensor]) -> None:
-        widths.append(inputs["input_ids"].shape[1])
 
     async def scenario(source: Engine) -> None:
         whole = await source.generate(request)
-        other = local(model, num_slots=3)
+        other = local(qwen(), num_slots=3)
         neighbours = [asyncio.create_task(other.generate(ask(str(i), seed=i, new=200))) for i in range(2)]
         begun = await cut(source, request, 20)
         assert await other.generate(replace(request, begun=begun)) == whole
         await asyncio.gather(*neighbours)
-        model.register_forward_pre_hook(measure, with_kwargs=True)
-        assert await handed_over(source, other, request, 20) == whole
-        assert set(widths) == {1}
-        assert len(widths) <= 30  # steps, and nothing before the first
         await other.close()
-
-    run(local, scenario)
-
-
-@pytest.mark.parametrize("misfit", ["version", "tokens", "shape", "type", "layers"])
-def test_keys_and_values_that_do_not_fit_are_computed_anew(misfit: str) -> None:
-    async def scenario(engine: Engine) -> None:
-        request = ask(new=50)
-        whole = await engine.generate(request)
-        begun = await cut(engine, request, 20, keep_cache=True)
-        kept = begun.cache
-        assert isinstance(kept, KeptCache)
-        keys, values, *others = kept.tensors
-        wrong = {
-            "version": replace(kept, version=2),
-            "tokens": replace(kept, token_ids=(9, *kept.token_ids[1:])),
-            "shape": replace(kept, tensors=(keys[:, :, :8], values[:, :, :8], *others)),
-            "type": replace(kept, tensors=tuple(tensor.bfloat16() for tensor in kept.tensors)),
-            "layers": replace(kept, tensors=(keys, values)),
-        }
-        zeroed = replace(wrong[misfit], tensors=tuple(0 * tensor for tensor in wrong[misfit].tensors))
-        for cache in (wrong[misfit], zeroed):
-            assert await engine.generate(replace(request, begun=replace(begun, cache=cache))) == whole
-
-    run(local, scenario)
-
-
-def test_keys_and_values_of_another_version_are_not_used() -> None:
-    async def scenario(engine: Engine) -> None:
-        request = ask(new=50)
-        begun = await cut(engine, request, 20, keep_cache=True)
-        await change(engine, 4, Kit(local, tied=True).weights(1))
-        done = await engine.generate(replace(request, begun=begun))
-        assert done == await engine.generate(replace(request, begun=replace(begun, cache=None)))
-
-    run(local, scenario)
-
-
-def test_a_waiting_request_keeps_the_cache_it_came_with() -> None:
-    async def scenario(engine: Engine) -> None:
-        request = ask(new=50)
-        whole = await engine.generate(request)
-        begun = await cut(engine, request, 20, keep_cache=True)
-        await engine.pause()
-        task = asyncio.create_task(engine.generate(replace(request, begun=begun)))
-        await asyncio.sleep(0)
-        engine.abort("a", keep_cache=True)
-        waited = await task
-        assert waited.cache is begun.cache
-        await engine.resume()
-        assert await engine.generate(replace(request, begun=waited)) == whole
 
     run(local, scenario)

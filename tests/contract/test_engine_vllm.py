@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError, ModelError
+from rlsys.routing.requests import Completion, Request
 from rlsys.types import PolicyVersion
 from rlsys.weight_sync.manifest import TensorSpec, content_hash
 from tests.contract.engines import (
@@ -34,7 +35,7 @@ from tests.contract.engines import (
     turns,
     vllm,
 )
-from workers.engines.engine import Completion, Engine, EngineSpec, Request
+from workers.engines.engine import Engine, EngineSpec
 from workers.transport.checksums import checksum_of, hash_of
 
 

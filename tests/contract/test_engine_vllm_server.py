@@ -16,11 +16,12 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from examples.tiny_policy import build_tokenizer
 from rlsys.batch.samples import Sample
 from rlsys.errors import ModelError, TaskTooLong, WeightsMismatch, WorkerDied
+from rlsys.routing.requests import Completion
 from rlsys.types import Distribution, VersionSpan
 from rlsys.weight_sync.manifest import content_hash
 from tests.contract.engines import ask, change, in_bfloat16, logprobs_by_hand, spelled
 from tests.vllm_servers import vllm_server
-from workers.engines.engine import Completion, EngineSpec, ServerSpec
+from workers.engines.engine import EngineSpec, ServerSpec
 from workers.engines.vllm_server import VllmServerEngine
 from workers.train.logprobs import score
 from workers.train.lora import published

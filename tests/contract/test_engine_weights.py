@@ -11,6 +11,7 @@ import torch
 
 from rlsys.config.schema import PROBE_TOLERANCE
 from rlsys.errors import WeightsMismatch
+from rlsys.routing.requests import Completion
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.manifest import Probe, content_hash
 from tests.contract.engines import (
@@ -30,7 +31,7 @@ from tests.contract.engines import (
     vllm,
     with_a_model,
 )
-from workers.engines.engine import Completion, Engine
+from workers.engines.engine import Engine
 from workers.train.lora import published
 from workers.transport.checksums import checksum_of, hash_of, spec_of
 

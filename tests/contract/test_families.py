@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.batch.samples import Sample
+from rlsys.routing.requests import Completion
 from rlsys.types import ChatOptions, Distribution, Json, Message, VersionSpan
 from tests.contract.engines import CONTEXT, VLLM, ask, logprobs_by_hand, run
 from tests.families import FAMILIES, VLLM_FAMILIES, WIDE, tiny
 from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, data_of, differing, planned
-from workers.engines.engine import Completion, Engine, EngineSpec
+from workers.engines.engine import Engine, EngineSpec
 from workers.engines.local import LocalEngine
 from workers.text.tokenizer import TextTokenizer
 from workers.train.buffers import persistent_buffers

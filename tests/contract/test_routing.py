@@ -28,12 +28,13 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError, TrainingError
+from rlsys.routing.requests import Completion
 from rlsys.types import Distribution, Episode, Trajectory, Turn, VersionSpan
 from tests.contract.engines import CONTEXT, VLLM, ask, change, cut, run
 from tests.families import tiny
 from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, JoinedRanks, Outcome, assert_alike, data_of, planned
-from workers.engines.engine import Completion, Engine, EngineSpec
+from workers.engines.engine import Engine, EngineSpec
 from workers.engines.local import LocalEngine
 from workers.train.activations import checkpoint_layers
 from workers.train.fsdp import FsdpBackend
@@ -88,11 +89,10 @@ def test_an_engine_records_what_its_routers_choose() -> None:
         assert torch.equal(recorded(done), chosen_by_hand(model, ids))
 
 
-@pytest.mark.parametrize("keep_cache", [True, False])
-def test_a_continued_request_keeps_what_was_recorded(keep_cache: bool) -> None:
+def test_a_continued_request_keeps_what_was_recorded() -> None:
     async def scenario(engine: Engine) -> tuple[Completion, Completion, Completion]:
         whole = await engine.generate(ask(new=12))
-        begun = await cut(engine, ask(new=12), 4, keep_cache=keep_cache)
+        begun = await cut(engine, ask(new=12), 4)
         return whole, begun, await engine.generate(ask(new=12, begun=begun))
 
     whole, begun, continued = run(lambda: engine_of(moe()), scenario)

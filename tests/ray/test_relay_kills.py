@@ -55,7 +55,7 @@ class Killer:
 
     def handle(self, event: Event, time_s: float) -> None:
         if isinstance(event, WeightsPublished) and event.version % 2 == 1:
-            relays = workers_of("PartialsRelay")
+            relays = workers_of("Relay")
             for relay in self.chance.sample(relays, min(len(relays), self.chance.randint(1, 2))):
                 relay.kill()
                 self.num_killed += 1

@@ -26,9 +26,9 @@ from workers.ray.cluster import Resources
 from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
 from workers.relay.relay_pool import RayRelays
-from workers.rollout.generator import WeightChange
+from workers.rollout.replica_weights import WeightChange
 from workers.rollout.rollout_pool import RolloutPool
-from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
+from workers.rollout.rollout_worker import ReplicaSpec, RolloutSpec, RolloutWorker
 from workers.transport.checksums import checksum_of, spec_of
 from workers.worker_set import PolicyWorkers, WorkerSet, start_actor, start_rewards, start_rollouts
 
@@ -89,10 +89,10 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
         engine="local", model_path=str(model_path), dtype="float32", slots=16, max_context=16, kv_cache="keep",
         tensor_parallel=1, step_s=60.0, load_s=60.0,
     )  # fmt: skip
-    generator = GeneratorSpec(engine=engine, change=WeightChange("between", tolerance=1e-3), pulls="newest")
+    replica = ReplicaSpec(engine=engine, change=WeightChange("between", tolerance=1e-3), pulls="newest")
     spec = RolloutSpec(
-        generators={POLICY: generator}, sampling=Sampling(max_new_tokens=8), max_prompt_tokens=8,
-        workflow=SingleTurn(), resources=Resources(),
+        policies={POLICY: replica}, sampling=Sampling(max_new_tokens=8), max_prompt_tokens=8,
+        workflow=SingleTurn(), resources=Resources(), group_s=60.0, max_losses=3,
     )  # fmt: skip
 
     def one(name: str) -> Remote[RolloutWorker]:
@@ -105,8 +105,8 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
 async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker:
     """A replica whose engine has the checksums of version `FAULTY`, and computes with the one before; its successor
     works."""
-    worker = await RolloutWorker.of(name, spec, {POLICY: relays.route}, {})
-    engine = worker.generator._engine
+    worker = await RolloutWorker.of(name, spec, {POLICY: relays.route}, plays=True)
+    engine = worker.replica.replicas[POLICY]._engine
     honest = engine.load
     given: list[Mapping[str, Tensor]] = []
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
-from rlsys.agents.workflow import Session, Workflow
+from rlsys.agents.workflow import Session, SingleTurn, Workflow
 
 
 class Asks(Workflow):
@@ -18,3 +19,12 @@ class Asks(Workflow):
         while not answer.exists():  # noqa: ASYNC110, ASYNC240  (a file announces itself to nobody)
             await asyncio.sleep(0.01)
         await agent.chat("2>")
+
+
+class Blocks(SingleTurn):
+    """Blocks the event loop in sessions of tasks that say so, as a synchronous client would."""
+
+    async def run(self, session: Session) -> None:
+        await session.agent("policy").chat(session.task.prompt)
+        if session.task.info["block"] == "yes":
+            time.sleep(3600)  # noqa: ASYNC251  (that is the fault)

@@ -41,7 +41,7 @@ class FakeJointRollouts(FakeRollouts):
     async def loads(self, policy: str = POLICY) -> Sequence[ReplicaLoad]:
         return [replace(load, version=self.loaded[policy]) for load in await super().loads()]
 
-    async def move(self, source: str, to: str, policy: str = POLICY) -> int:
+    async def drain(self, source: str, to: str, policy: str = POLICY) -> int:
         """Move nothing: these replicas sample a group as a whole."""
         return 0
 

@@ -59,7 +59,7 @@ class StuckWorld(FakeWorld):
     stuck_s: float = NEVER_S
     after: int = 6
     """Trained groups from which on the call takes so long."""
-    lease_s: float = NEVER_S
+    group_s: float = NEVER_S
 
     def workers(self) -> Workers:
         return replace(super().workers(), actor=StuckActor(self))

@@ -244,7 +244,7 @@ def test_the_run_waits_for_its_last_evaluation(tmp_path):
 def test_a_stuck_evaluation_ends_the_run_and_is_named(tmp_path, version):
     answered = sum(NUM_TASKS.values()) * {2: 1, 6: 3}[version]
     hanging = dict.fromkeys(range(answered, 1000), Fault.HANGS)
-    world = FakeWorld(eval_faults=hanging, lease_s=1e6)
+    world = FakeWorld(eval_faults=hanging, group_s=1e6)
     with pytest.raises(NoProgress, match=rf"nothing moved for 500 s(.|\n)*evaluation of version {version}"):
         run_virtual(evaluated(world, tmp_path, EventRecorder(), no_progress_s=500.0).run(0))
 

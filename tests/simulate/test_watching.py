@@ -202,7 +202,7 @@ def test_a_look_tells_where_groups_are_once_for_each_place(tmp_path):
 
 
 def test_a_hanging_group_is_reported_with_its_replica(tmp_path):
-    world = FakeWorld(rollout_faults={1: Fault.HANGS}, lease_s=1e6)
+    world = FakeWorld(rollout_faults={1: Fault.HANGS}, group_s=1e6)
     recorder = EventRecorder()
     driver = driver_on(world, tmp_path, steps=STEPS, no_progress_s=60.0, recorder=recorder)
     driver.look_s = 2.0

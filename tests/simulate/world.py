@@ -102,7 +102,7 @@ def driver_on(
         asynchrony={"max_staleness": max_staleness, "window": window},
         checkpoint={"every": checkpoint_every, "keep_last": 100},
         limits={
-            "lease_s": world.lease_s,
+            "group_s": world.group_s,
             "transfer_s": 60.0,
             "no_progress_s": no_progress_s,
             "max_attempts": max_attempts,

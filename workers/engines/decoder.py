@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rlsys.routing.requests import Completion
 from rlsys.types import PolicyVersion
-from workers.engines.engine import Completion
 from workers.engines.prefix_store import PrefixStore, StoredPrefix, pieces_of
-from workers.engines.slot_cache import SLOT_ATTENTION, KeptCache, SlotCache, SlotMasks
+from workers.engines.slot_cache import SLOT_ATTENTION, SlotCache, SlotMasks
 from workers.engines.stepping import EngineJob
 from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
 from workers.train.routing import RoutingRecorder
@@ -107,22 +107,12 @@ class Decoder:
     def admit(self, jobs: Sequence[EngineJob]) -> None:
         """Assign a slot to each job, all of one version; new jobs sample their first token.
 
-        Equal prompts share one prefill, whose keys are copied. Jobs with kept keys and values need no prefill.
+        Equal prompts share one prefill, whose keys are copied.
         """
-        kept = {job: cache for job in jobs if (cache := self._kept_by(job)) is not None}
         groups: dict[_Prompt, list[EngineJob]] = {}
         for job in jobs:
-            if job not in kept:
-                groups.setdefault(_Prompt(job.request.prompt_ids, job.request.sampled), []).append(job)
-        if groups:
-            self._admit_groups(groups)
-        for job, cache in kept.items():
-            self._cache.take(len(self.jobs), cache)
-            self._enter([job])
-
-    def _admit_groups(self, groups: dict[_Prompt, list[EngineJob]]) -> None:
-        first, num_prompts = len(self.jobs), len(groups)
-        version = next(iter(groups.values()))[0].version
+            groups.setdefault(_Prompt(job.request.prompt_ids, job.request.sampled), []).append(job)
+        first, num_prompts, version = len(self.jobs), len(groups), jobs[0].version
         starts = [self._begin_prompt(slot, version, *prompt) for slot, prompt in enumerate(groups, first)]
         logits_BV = self._prefill([prompt.ids for prompt in groups], first, starts)
         prompt_of = [*range(num_prompts), *(i for i, group in enumerate(groups.values()) for _ in group[1:])]
@@ -237,9 +227,7 @@ class Decoder:
         return tuple(logprobs_LV.gather(1, ids_BL[0, 1:, None])[:, 0].tolist())
 
     @torch.inference_mode()
-    def release(
-        self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False
-    ) -> list[tuple[EngineJob, Completion]]:
+    def release(self, slots: Sequence[int], *, is_aborted: bool = False) -> list[tuple[EngineJob, Completion]]:
         """Remove the jobs in these slots and return their completions. The last jobs of their run fill the holes."""
         done: list[tuple[EngineJob, Completion]] = []
         for slot, job in zip(slots, self.read(slots), strict=True):
@@ -248,10 +236,9 @@ class Decoder:
                 ids[-1] in self._stop_token_ids or self._stop_texts.end(stop, [*job.request.begun_ids, *ids])
             )
             ended = "stop" if is_stopped else "length"
-            cache = self._cache.keep(slot, job.version, self._context(slot)) if keep_cache else None
             if self._keeps_replies and not is_aborted:
                 self._store_prefix(slot)
-            done.append((job, job.completion("abort" if is_aborted else ended, cache)))
+            done.append((job, job.completion("abort" if is_aborted else ended)))
         self._close_ranks(frozenset(slots))
         return done
 
@@ -284,14 +271,6 @@ class Decoder:
         """The tokens whose keys and values are in a slot: all except the newest."""
         num_sampled = int(self._counts_S[slot]) - 1
         return self.jobs[slot].request.prompt_ids + tuple(self._output_ids[slot, :num_sampled].tolist())
-
-    def _kept_by(self, job: EngineJob) -> KeptCache | None:
-        """The keys and values that come with a job, if they match its tokens, its version and this model."""
-        kept, request = job.request.begun and job.request.begun.cache, job.request
-        if not (isinstance(kept, KeptCache) and request.num_begun):
-            return None
-        is_same = kept.version == job.version and kept.token_ids == request.prompt_ids + request.begun_ids[:-1]
-        return kept if is_same and self._cache.can_take(kept) else None
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], first: int, starts: Sequence[int] = ()) -> Tensor:
         """Run each prompt in its own slot, from `first`; its first tokens, up to `starts`, have keys and values there.

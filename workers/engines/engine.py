@@ -5,16 +5,15 @@ One contract suite (`tests/contract/test_engine*.py`) runs against every engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import WeightsMismatch
-from rlsys.types import EngineStats, PolicyVersion, Sampling, VersionSpan
+from rlsys.routing.requests import Completion, Request
+from rlsys.types import EngineStats, PolicyVersion
 from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import TensorSpec
 from workers.transport.buckets import specs_in
@@ -26,90 +25,6 @@ if TYPE_CHECKING:
     from rlsys.config import Config
 
 EngineName: TypeAlias = Literal["local", "vllm", "vllm_server"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One completion to sample."""
-
-    id: str
-    """Unique among requests in flight; the argument of `abort`."""
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    seed: int
-    """Token t of this request depends only on (seed, t), the weights and the prompt, not on the rest of the batch."""
-    begun: Completion | None = None
-    """Tokens sampled so far, here or on another engine, until an `abort` or a smaller `max_new_tokens`.
-
-    `generate` returns them with the new tokens, and `max_new_tokens` counts them. They must not end with a stop token.
-    With a matching `cache`, no key or value is computed again.
-    """
-
-    sampled: tuple[tuple[int, int], ...] = ()
-    """Spans of the prompt, first and end, that were replies in earlier turns. An engine may compute them as it did
-    then, and reuse what it has of them."""
-
-    @property
-    def num_begun(self) -> int:
-        """Number of tokens sampled before this request."""
-        return len(self.begun_ids)
-
-    @property
-    def begun_ids(self) -> tuple[int, ...]:
-        """Tokens sampled before this request."""
-        return self.begun.output_ids if self.begun else ()
-
-    def version_among(self, loaded: Collection[PolicyVersion], newest: PolicyVersion) -> PolicyVersion:
-        """Version of its next token: that of the last token sampled before, if it is loaded, else the newest."""
-        came_to = self.begun.versions[-1].version if self.begun and self.num_begun else newest
-        return came_to if came_to in loaded else newest
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The result of a request, complete or partial."""
-
-    output_ids: tuple[int, ...]
-    """Includes the stop token, if there is one."""
-    logprobs: tuple[float, ...]
-    """Under the sampling distribution: after temperature and top-p. Greedy tokens have logprob 0."""
-    versions: tuple[VersionSpan, ...]
-    finish: Literal["stop", "length", "abort"] | None
-    """Reason for the end; None while the request runs."""
-    routing: tuple[bytes, ...] = ()
-    """See `Turn.routing`."""
-    cache: object | None = field(default=None, compare=False, repr=False)
-    """Keys and values of the sampled tokens, in the format of this kind of engine; picklable. Set only for requests
-    aborted with `keep_cache`, and only by engines that support it."""
-
-    def since(self, num_tokens: int) -> Completion:
-        """The part after the first `num_tokens` tokens."""
-        ids, logprobs = self.output_ids[num_tokens:], self.logprobs[num_tokens:]
-        spans = spans_after(self.versions, num_tokens)
-        return Completion(ids, logprobs, spans, self.finish, self.routing[num_tokens:], self.cache)
-
-    def then(self, more: Completion) -> Completion:
-        """This completion followed by `more`; it ends as `more` does."""
-        ids, logprobs = self.output_ids + more.output_ids, self.logprobs + more.logprobs
-        spans = joined_spans((*self.versions, *more.versions))
-        return Completion(ids, logprobs, spans, more.finish, self.routing + more.routing, more.cache)
-
-
-def joined_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Join neighbouring spans of one version."""
-    runs = groupby(spans, key=attrgetter("version"))
-    joined = (VersionSpan(version, sum(span.num_tokens for span in run)) for version, run in runs)
-    return tuple(span for span in joined if span.num_tokens)
-
-
-def spans_after(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Spans of the tokens after the first `num_tokens`."""
-    left = []
-    for span in spans:
-        num_cut = min(num_tokens, span.num_tokens)
-        num_tokens -= num_cut
-        left.append(VersionSpan(span.version, span.num_tokens - num_cut))
-    return joined_spans(left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +121,8 @@ class Engine(Protocol):
         or its `begun` has ended; `WorkerDied` after `close` or if the engine broke.
         """
 
-    def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
-        """End a request now; its `generate` returns the tokens so far, with finish `abort`. Unknown ids are ignored.
-
-        With `keep_cache`, `Completion.cache` has the keys and values, if the engine supports it.
-        """
+    def abort(self, request_id: str) -> None:
+        """End a request now; its `generate` returns the tokens so far, with finish `abort`. Unknown ids are ignored."""
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
         """Report new tokens of the running requests among `known`, those after their first `known[id]`, by request id;

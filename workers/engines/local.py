@@ -149,15 +149,15 @@ class LocalEngine(SteppingEngine):
             jobs.append(self._waiting.popleft())
         return jobs
 
-    def _release(self, slots: Sequence[int], *, is_aborted: bool = False, keep_cache: bool = False) -> None:
+    def _release(self, slots: Sequence[int], *, is_aborted: bool = False) -> None:
         if slots:
-            for job, completion in self._decoder.release(slots, is_aborted=is_aborted, keep_cache=keep_cache):
+            for job, completion in self._decoder.release(slots, is_aborted=is_aborted):
                 self._answer(job.future, completion)
             self._evict()
 
-    def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
+    def _cut(self, is_meant: Callable[[EngineJob], bool]) -> None:
         slots = [slot for slot, job in enumerate(self._decoder.jobs) if is_meant(job)]
-        self._release(slots, is_aborted=True, keep_cache=keep_cache)
+        self._release(slots, is_aborted=True)
 
     def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         self._residents.use(self._version)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rlsys.routing.known_prefixes import KnownPrefixes
 from rlsys.types import PolicyVersion
 from workers.engines.slot_cache import KeptCache
-from workers.text.known_prefixes import KnownPrefixes
 
 
 class Piece(NamedTuple):

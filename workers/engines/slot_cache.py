@@ -35,7 +35,7 @@ class SlotWindow:
 
 @dataclass(frozen=True, slots=True)
 class KeptCache:
-    """Keys and values of one request, for transfer to another slot, possibly in another process."""
+    """Keys and values of one request, for prompts that go on from it."""
 
     version: PolicyVersion
     """Version of the request's last token."""
@@ -111,13 +111,8 @@ class SlotCache(Cache):
         own = [tensor[slot, :, : len(token_ids)] for tensor in self._tensors()]
         return KeptCache(version, token_ids, tuple(tensor.to("cpu", copy=True).contiguous() for tensor in own))
 
-    def can_take(self, kept: KeptCache) -> bool:
-        """True if these keys and values match the shape and dtype of this cache."""
-        own = [(tensor[0, :, : len(kept.token_ids)].shape, tensor.dtype) for tensor in self._tensors()]
-        return own == [(tensor.shape, tensor.dtype) for tensor in kept.tensors]
-
     def take(self, slot: int, kept: KeptCache) -> None:
-        """Put a copy into a slot; requires `can_take`."""
+        """Put a copy into a slot."""
         for tensor, states in zip(self._tensors(), kept.tensors, strict=True):
             tensor[slot, :, : states.shape[1]] = states
 

@@ -21,9 +21,10 @@ from itertools import pairwise
 from typing import Literal, TypeVar
 
 from rlsys.errors import DeadlineExceeded, RlsysError, TaskTooLong, WorkerDied, WorkerError
+from rlsys.routing.requests import Completion, Request, spans_after
 from rlsys.types import EngineStats, PolicyVersion, VersionSpan
 from rlsys.util import deadlines
-from workers.engines.engine import Completion, EngineSpec, Request, spans_after
+from workers.engines.engine import EngineSpec
 from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
 
 T = TypeVar("T")
@@ -55,9 +56,9 @@ class EngineJob:
         """Tokens so far, the `begun` ones included."""
         return self.request.num_begun + len(self.output_ids)
 
-    def completion(self, finish: Literal["stop", "length", "abort"] | None, cache: object | None = None) -> Completion:
+    def completion(self, finish: Literal["stop", "length", "abort"] | None) -> Completion:
         """The `begun` tokens followed by those sampled here."""
-        sampled = self._sampled(0, finish, cache)
+        sampled = self._sampled(0, finish)
         return self.request.begun.then(sampled) if self.request.begun else sampled
 
     def since(self, num_tokens: int) -> Completion:
@@ -67,14 +68,12 @@ class EngineJob:
             return begun.since(num_tokens).then(self._sampled(0, None))
         return self._sampled(num_here, None)
 
-    def _sampled(
-        self, start: int, finish: Literal["stop", "length", "abort"] | None, cache: object | None = None
-    ) -> Completion:
+    def _sampled(self, start: int, finish: Literal["stop", "length", "abort"] | None) -> Completion:
         """Return the tokens sampled here, from the token `start` on."""
         marks = [*self.marks, (len(self.output_ids), 0)]
         spans = (VersionSpan(version, end - begin) for (begin, version), (end, _) in pairwise(marks))
         ids, logprobs = tuple(self.output_ids[start:]), tuple(self.logprobs[start:])
-        return Completion(ids, logprobs, spans_after(spans, start), finish, tuple(self.routing[start:]), cache)
+        return Completion(ids, logprobs, spans_after(spans, start), finish, tuple(self.routing[start:]))
 
 
 def progress_of(jobs: Iterable[EngineJob], known: Mapping[str, int]) -> Mapping[str, Completion]:
@@ -139,7 +138,7 @@ class SteppingEngine(ABC):
         """Admit arrivals, sample a token for every running job, and answer those that ended."""
 
     @abstractmethod
-    def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
+    def _cut(self, is_meant: Callable[[EngineJob], bool]) -> None:
         """End the selected running jobs with their tokens so far, finish `abort`."""
 
     @abstractmethod
@@ -189,9 +188,9 @@ class SteppingEngine(ABC):
                 self._post(partial(self._abort, lambda other: other is job))
             raise
 
-    def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
+    def abort(self, request_id: str) -> None:
         with suppress(WorkerError):
-            self._post(partial(self._abort, lambda job: job.request.id == request_id, keep_cache=keep_cache))
+            self._post(partial(self._abort, lambda job: job.request.id == request_id))
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
         return await self._ask("reporting progress", partial(self._report, known))
@@ -291,12 +290,11 @@ class SteppingEngine(ABC):
                 self._advance()
             self._flush()
 
-    def _abort(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool = False) -> None:
+    def _abort(self, is_meant: Callable[[EngineJob], bool]) -> None:
         for job in [job for job in tuple(self._waiting) if is_meant(job)]:
             self._waiting.remove(job)
-            begun = job.request.begun
-            self._answer(job.future, job.completion("abort", begun.cache if begun and keep_cache else None))
-        self._cut(is_meant, keep_cache=keep_cache)
+            self._answer(job.future, job.completion("abort"))
+        self._cut(is_meant)
 
     def _report(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
         return progress_of(self._running(), known)

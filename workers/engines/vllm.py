@@ -365,7 +365,7 @@ class VllmEngine(SteppingEngine):
             del self._scoring[output.request_id]
             self._evict()
 
-    def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
+    def _cut(self, is_meant: Callable[[EngineJob], bool]) -> None:
         names = [name for name, job in self._jobs.items() if is_meant(job)]
         self._llm.engine_core.abort_requests(names)
         for name in names:

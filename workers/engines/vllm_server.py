@@ -27,10 +27,11 @@ import orjson
 import torch
 
 from rlsys.errors import DeadlineExceeded, ModelError, WorkerDied, WorkerError
+from rlsys.routing.requests import Completion, Request
 from rlsys.types import EngineStats, PolicyVersion, Sampling
 from rlsys.util.seeds import continuation_seed
 from rlsys.weight_sync.manifest import TensorSpec
-from workers.engines.engine import Completion, EngineSpec, ModelShapes, Request, ServerSpec, check_weights
+from workers.engines.engine import EngineSpec, ModelShapes, ServerSpec, check_weights
 from workers.engines.stepping import EngineJob, RequestLimits, progress_of
 from workers.engines.stop_texts import StopTexts
 from workers.engines.vllm_layout import PartSum, summed
@@ -174,11 +175,9 @@ class VllmServerEngine:
             if (work := self._jobs.pop(job, None)) is not None:
                 work.cancel()
 
-    def abort(self, request_id: str, *, keep_cache: bool = False) -> None:
+    def abort(self, request_id: str) -> None:
         for job in [job for job in self._jobs if job.request.id == request_id]:
-            begun = job.request.begun
-            cache = begun.cache if begun and keep_cache and not job.output_ids else None
-            self._answer(job, job.completion("abort", cache))
+            self._answer(job, job.completion("abort"))
             self._jobs.pop(job).cancel()
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:

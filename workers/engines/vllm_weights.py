@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,7 +115,8 @@ class Packed:
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         weight: Any = layer.weight
-        packing: Any = SimpleNamespace(weight=weight, bias=getattr(layer, "bias", None))
+        packing: Any = nn.Module()
+        packing.weight, packing.bias = weight, getattr(layer, "bias", None)
         dispatch_cpu_unquantized_gemm(packing, remove_weight=False)
         count, width = min(COLUMNS, weight.shape[1]), weight.shape[1]
         return cls(packing.cpu_linear, torch.arange(turn * count, (turn + 1) * count) % width)

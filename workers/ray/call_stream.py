@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayError
+from ray.exceptions import ObjectRefStreamEndOfStreamError, RayError
 
-from rlsys.errors import PayloadLost, RlsysError, WorkerError
+from rlsys.errors import PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.util.deadlines import timeout
 from workers.ray.remote_proxy import Chunks, call
 
@@ -92,6 +92,20 @@ async def _arrived(ref: ObjectRef) -> Sequence[Any] | None:
             return await ref
     except (RayError, TimeoutError):
         return None
+
+
+async def values_of(chunks: Chunks, worker: str, phase: str) -> AsyncIterator[Any]:
+    """Yield the values of a streaming call as they come. Raises `WorkerDied` if the worker dies, or its error."""
+    while True:
+        (value,) = chunks._get_next_ref_n(1)
+        try:
+            found = await call(value, worker, phase)
+        except WorkerDied as end:
+            if isinstance(end.__cause__, ObjectRefStreamEndOfStreamError):
+                return
+            raise
+        chunks._consume_next_ref_n(1)
+        yield found
 
 
 async def answer_in_chunks(

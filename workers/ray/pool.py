@@ -29,8 +29,8 @@ class PoolSpec(Generic[W]):
     size: int
     start: Callable[[str], Remote[W]]
     """Gives one worker a process, given its name."""
-    lease_s: float
-    """Deadline of one piece of work."""
+    deadline_s: float
+    """Deadline of one piece of work; infinite if only its worker can tell when it takes too long."""
     silence_s: float
     """Seconds without a heartbeat after which a member is replaced."""
     max_attempts: int
@@ -50,7 +50,7 @@ class PoolMember(Generic[W]):
     calls: CallStream
     num_running: int = 0
     is_live: bool = False
-    """Is it set up, and has not failed since?"""
+    """True if it is set up and has not failed since."""
 
 
 class Pool(Generic[W]):
@@ -92,7 +92,7 @@ class Pool(Generic[W]):
         """
         if (dead := self._called(worker)) is not None:
             self._replace(dead, on_recovery)
-        elif not worker.startswith(self._kind):
+        elif not self.has(worker):
             raise RunAborted(f"{worker} failed, and cannot be replaced in a run; resume with run.resume=auto")
         await self._serving()
 
@@ -137,8 +137,15 @@ class Pool(Generic[W]):
         """
         while not self._live():
             if len(self._lost) == len(self.members):
-                raise RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
+                raise self._nobody_left()
             await self._changed.wait()
+
+    def _nobody_left(self) -> RunAborted:
+        return RunAborted(f"no {self._kind} worker is left; the last failure: {self._last_failure}")
+
+    def has(self, worker: str) -> bool:
+        """True if `worker` is the name of a worker of this pool, now or earlier."""
+        return worker.startswith(f"{self._kind}-")
 
     def _replace(self, dead: PoolMember[W], on_recovery: Recovered) -> None:
         """Replace a dead member in the background. A set-up of it that is under way fails, and is tried again."""
@@ -168,6 +175,8 @@ class Pool(Generic[W]):
                     successor.worker.kill()
                     self._lost.add(dead.index)
                     self._notify()
+                    if len(self._lost) == len(self.members):
+                        self._given_up(self._nobody_left())
                     await deadlines.sleep(min(FIRST_PAUSE_S * 2 ** min(num_more, 10), LONGEST_PAUSE_S))
             else:
                 self._lost.discard(dead.index)
@@ -201,21 +210,29 @@ class Pool(Generic[W]):
         self._spawn(self._watch(member))
 
     async def _watch(self, member: PoolMember[W]) -> None:
-        """Replace a live member once its process is dead or silent; its work fails at once.
+        """Replace a live member once its process is dead or silent, or it has failed; its work fails at once.
 
-        Waits a third of `silence_s` between two heartbeats; ends when the member is no longer live.
+        Ends when the member is no longer live.
         """
+        try:
+            await deadlines.unless(self._beats(member), self._trouble(member))
+        except (WorkerDied, DeadlineExceeded, WeightsMismatch) as failure:
+            if not member.is_live:
+                return
+            if not member.num_running:  # otherwise the callers report it
+                self.on_failure(failure)
+            self._replace(member, self.on_recovery)
+            member.calls.fail(failure)
+
+    async def _beats(self, member: PoolMember[W]) -> None:
+        """Check a member as long as it is live. Waits a third of `silence_s` between two heartbeats."""
         while member.is_live:
-            try:
-                await self._check(member)
-            except (WorkerDied, DeadlineExceeded) as failure:
-                if not member.is_live:
-                    return
-                if not member.num_running:  # otherwise the callers report it
-                    self.on_failure(failure)
-                self._replace(member, self.on_recovery)
-                member.calls.fail(failure)
+            await self._check(member)
             await deadlines.sleep(self._supply.silence_s / BEATS)  # silence cannot notify
+
+    async def _trouble(self, member: PoolMember[W]) -> None:
+        """Raise the failure of a member that can tell it by itself; by default, none can."""
+        await asyncio.Event().wait()
 
     async def _check(self, member: PoolMember[W]) -> None:
         """Raise `WorkerDied`, or `DeadlineExceeded` if a member is silent."""
@@ -230,10 +247,13 @@ class Pool(Generic[W]):
             raise DeadlineExceeded(member.name, late.phase, f"{detail}; {remedy}") from late
 
     def _leave(self, worker: str) -> None:
-        """Give nothing more to the member called `worker`."""
+        """Give no more work to the member called `worker`."""
         if (member := self._called(worker)) is not None and member.is_live:
             member.is_live = False
             self._left(member)
+
+    def _given_up(self, failure: RunAborted) -> None:
+        """All places are lost."""
 
     def _joined(self, member: PoolMember[W]) -> None:
         """A member is live from now."""
@@ -256,13 +276,13 @@ class Pool(Generic[W]):
         raise NotImplementedError(f"{type(self).__name__} sends nothing: implement `_send`")
 
     async def _do(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
-        """Let a member answer one request, within the lease. Whoever fails at it, is given nothing more."""
+        """Let a member answer one request, within its deadline. A member that fails at it gets no more work."""
         with self._at_work(member):
             return await self._sent(member, request, phase)
 
     @contextmanager
     def _at_work(self, member: PoolMember[W]) -> Iterator[None]:
-        """A member has one more thing to do inside the block. Whoever fails in it is given nothing more."""
+        """Count one more piece of work of a member inside the block. A member that fails in it gets no more work."""
         member.num_running += 1
         try:
             yield
@@ -273,4 +293,4 @@ class Pool(Generic[W]):
             member.num_running -= 1
 
     async def _sent(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
-        return await with_deadline(member.calls.call(request), self._supply.lease_s, member.name, phase)
+        return await with_deadline(member.calls.call(request), self._supply.deadline_s, member.name, phase)

@@ -14,12 +14,15 @@ import gc
 import os
 import pickle
 import sys
+import sysconfig
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import iscoroutine, iscoroutinefunction
 from math import inf
 from operator import attrgetter
+from threading import get_ident
+from types import FrameType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 import ray
@@ -76,6 +79,8 @@ class _Process:
         mark_semaphores()
         self._build = build
         self._worker: object = None
+        self._thread = 0
+        """Thread of the calls."""
 
     def _method(self, path: str) -> Callable[..., Any]:
         if self._worker is None:
@@ -89,14 +94,34 @@ class _Process:
         faulthandler.dump_traceback_later(silence_s * 2 / 3, file=STDERR)
 
     @ray.method(concurrency_group=HEARTBEAT)
+    def where(self) -> str:
+        """File, line and function that the thread of the worker is in now, outside of installed packages if it can."""
+        return place_in_code(sys._current_frames().get(self._thread))
+
+    @ray.method(concurrency_group=HEARTBEAT)
     def dump_stacks(self) -> None:
         faulthandler.dump_traceback(file=STDERR)
+
+
+def place_in_code(frame: FrameType | None) -> str:
+    """Name the innermost place outside of installed packages in the calls that lead to `frame`: `env.py:12 in step`."""
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = next((f for f in frames if not f.f_code.co_filename.startswith((*installed, "<"))), None)
+    if own is None and not frames:
+        return "an unknown place"
+    found = own or frames[0]
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_qualname}"
 
 
 class _OneAtATime(_Process):
     """The process of a worker without async methods."""
 
     def setup(self, *args: object) -> None:
+        self._thread = get_ident()
         self._worker = self._build(*args)
         gc.freeze()  # what it was built of stays, and a collection need not look at it again
 
@@ -115,6 +140,7 @@ class _ManyAtOnce(_Process):
     """The process of a worker with async methods."""
 
     async def setup(self, *args: object) -> None:
+        self._thread = get_ident()
         self._worker = await _result(self._build(*args))
         gc.freeze()  # what it was built of stays, and a collection need not look at it again
 
@@ -262,6 +288,13 @@ class Remote(Generic[W]):
         Raises `WorkerDied`, or `DeadlineExceeded` after `silence_s`.
         """
         await call(self.actor.beat.remote(silence_s), self.name, "answering a heartbeat", silence_s)
+
+    async def where(self, deadline_s: float) -> str:
+        """Name the place in the code that the worker is in, also if its event loop is blocked."""
+        try:
+            return await call(self.actor.where.remote(), self.name, "naming where it is", deadline_s)
+        except WorkerError as error:
+            return f"an unknown place ({error.detail})"
 
     async def kill_with_stacks(self) -> None:
         """Let a worker write its stacks into its log, if it can; then kill its process."""

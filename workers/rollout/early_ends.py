@@ -19,7 +19,7 @@ from rlsys.types import Assignment, Episode, Score, Task
 
 
 class EpisodeJudge(Protocol):
-    """Scores ended episodes in the replica; its processes end with `close`."""
+    """Scores ended episodes where they are played; its processes end with `close`."""
 
     async def score(self, task: Task, episodes: tuple[Episode, ...]) -> tuple[Score, ...]:
         """Return one score per episode, in order."""
@@ -29,15 +29,6 @@ class EpisodeJudge(Protocol):
 
     async def close(self) -> None:
         """End its processes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedGroup:
-    """Episodes of a group, without those that were ended early."""
-
-    episodes: tuple[Episode, ...]
-    settled_reward: float | None = None
-    """See `Group.settled_reward`."""
 
 
 @dataclass
@@ -51,8 +42,11 @@ class GroupEnds:
     judge: EpisodeJudge | None = None
     """None: only rewards of workflows are known."""
 
-    async def watch(self, assignment: Assignment, tasks: Sequence[asyncio.Task[Episode]]) -> PlayedGroup:
-        """Return the episodes of `tasks`, of which some may be cancelled.
+    async def watch(
+        self, assignment: Assignment, tasks: Sequence[asyncio.Task[Episode]]
+    ) -> tuple[tuple[Episode, ...], float | None]:
+        """Return the episodes of `tasks`, of which some may be cancelled, and the reward of those that had ended then;
+        None if none was cancelled.
 
         Waits for one episode after the other; unblocked by their ends. Raises the first error of an episode.
         """
@@ -80,7 +74,7 @@ class GroupEnds:
             await asyncio.wait(ended)
         weights = {task: 1 / self.keep if task in running else 1.0 for task in tasks if task not in ended}
         episodes = [replace(await task, weight=weight) for task, weight in weights.items()]
-        return PlayedGroup(tuple(episodes), next(iter(rewards.values())))
+        return tuple(episodes), next(iter(rewards.values()))
 
     def _goes_on(self, assignment: Assignment, number: int) -> bool:
         return Random(f"{assignment.seed} {number} end").random() < self.keep
@@ -97,5 +91,5 @@ class GroupEnds:
         return None if score is None else score.value
 
 
-async def _all(tasks: Sequence[asyncio.Task[Episode]]) -> PlayedGroup:
-    return PlayedGroup(tuple([await task for task in tasks]))
+async def _all(tasks: Sequence[asyncio.Task[Episode]]) -> tuple[tuple[Episode, ...], None]:
+    return tuple([await task for task in tasks]), None

@@ -8,10 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlsys.routing.request_router import Claim, RequestRouter
 from rlsys.types import POLICY
 from workers.engines.engine import EngineSpec
-from workers.rollout.generator import Generator, WeightChange
-from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
+from workers.rollout.policy_text import PolicyText, RoutedPolicy
+from workers.rollout.replica import EngineReplica
+from workers.rollout.replica_weights import WeightChange
 from workers.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -19,11 +21,11 @@ if TYPE_CHECKING:
 
 NAME = "rlsys workflow try"
 """Worker name in errors."""
-_NUMBERS = itertools.count(1)
+_NUMBERS = itertools.count()
 
 
 @asynccontextmanager
-async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute]]:
+async def live_policies(config: Config) -> AsyncIterator[Mapping[str, RoutedPolicy]]:
     """All policies of a run with their initial weights, by name; freed at exit. Raises `ModelError`."""
     import torch
 
@@ -31,7 +33,7 @@ async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute
 
     runs = {name: config.of(name) for name in config.policies} or {POLICY: config}
     async with AsyncExitStack() as ends:
-        policies: dict[str, GroupRoute] = {}
+        policies: dict[str, RoutedPolicy] = {}
         for name, run in runs.items():
             rollout = run.rollout
             codec = TextTokenizer.load(run.model.path, rollout.chat.with_text())
@@ -41,27 +43,30 @@ async def live_policies(config: Config) -> AsyncIterator[Mapping[str, GroupRoute
                 spec, "local", stop_token_ids=codec.stop_ids, decode=codec.decode, device=device, worker=NAME
             )
             ends.push_async_callback(engine.close)
-            sampling = rollout.sampling(rollout.temperature)
-            speech = PolicyText(codec, sampling, run.data.max_prompt_tokens, spec.max_context)
-            generator = Generator(NAME, engine, speech, None, WeightChange("between", run.probe_tolerance))
-            policies[name] = generator.begin(Ticket(NAME, 0, 0))
+            text = PolicyText(
+                codec=codec,
+                sampling=rollout.sampling(rollout.temperature),
+                max_prompt_tokens=run.data.max_prompt_tokens,
+                max_context_tokens=spec.max_context,
+                worker=NAME,
+            )
+            change = WeightChange("between", run.probe_tolerance)
+            router = RequestRouter([EngineReplica(NAME, engine, None, change, num_slots=spec.slots)])
+            policies[name] = _policy(text, router)
         yield policies
 
 
-@asynccontextmanager
-async def sampling_as(
-    policy: GroupRoute, *, temperature: float | None, top_p: float | None
-) -> AsyncIterator[GroupRoute]:
-    """The same policy with other sampling, for one request; None: as it is. Ends its requests at exit."""
-    generator, sampling = policy.place, policy.speech.sampling
+def sampling_as(policy: RoutedPolicy, *, temperature: float | None, top_p: float | None) -> RoutedPolicy:
+    """The same policy with other sampling, for one request; None: as it is."""
     sampling = replace(
-        sampling,
-        temperature=sampling.temperature if temperature is None else temperature,
-        top_p=sampling.top_p if top_p is None else top_p,
+        policy.sampling,
+        temperature=policy.sampling.temperature if temperature is None else temperature,
+        top_p=policy.sampling.top_p if top_p is None else top_p,
     )
-    route = generator.begin(Ticket(NAME, next(_NUMBERS), 0))
-    route.speech = replace(policy.speech, sampling=sampling)
-    try:
-        yield route
-    finally:
-        await generator.end(route, is_again=False, keep_partials=False)
+    return _policy(replace(policy, sampling=sampling), policy.router)
+
+
+def _policy(text: PolicyText, router: RequestRouter) -> RoutedPolicy:
+    """A policy for a conversation of its own. The first weights of the engine are never changed, so it claims none."""
+    number = next(_NUMBERS)
+    return RoutedPolicy.of(text, router, Claim(number), f"{NAME}/{number}")

@@ -10,7 +10,6 @@ import hmac
 import itertools
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Annotated, TypeAlias
 
@@ -49,8 +48,8 @@ class _Responses(ResponsesRequest, Drawing):
     previous_response_id: None = None
 
 
-OpensPolicy: TypeAlias = Callable[[Drawing], AbstractAsyncContextManager[Policy]]
-"""Opens the policy for one request, with the sampling that it asks for."""
+OpensPolicy: TypeAlias = Callable[[Drawing], Policy]
+"""Returns the policy for one request, with the sampling that it asks for."""
 
 
 class PolicyServer:
@@ -69,17 +68,16 @@ class PolicyServer:
         self, drawing: Drawing, asked: ChatRequest | CompletionRequest, number: int, tell: TellChoice | None = None
     ) -> Replies:
         """Sample the replies to a request. Raises `Refused`."""
-        async with self._opens(drawing) as policy:
-            seed = number if drawing.seed is None else drawing.seed
-            session = Session(Task(id=f"request-{number}", prompt=""), {POLICY: policy}, seed)
-            try:
-                return await Conversations(session).reply(asked, tell)
-            except (TaskTooLong, AgentStopped) as error:
-                raise Refused(400, str(error), code="context_length_exceeded", param="messages") from None
-            except DataError as error:
-                raise Refused(400, str(error), code="messages_refused", param="messages") from None
-            finally:
-                await session.close()
+        seed = number if drawing.seed is None else drawing.seed
+        session = Session(Task(id=f"request-{number}", prompt=""), {POLICY: self._opens(drawing)}, seed)
+        try:
+            return await Conversations(session).reply(asked, tell)
+        except (TaskTooLong, AgentStopped) as error:
+            raise Refused(400, str(error), code="context_length_exceeded", param="messages") from None
+        except DataError as error:
+            raise Refused(400, str(error), code="messages_refused", param="messages") from None
+        finally:
+            await session.close()
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await self._body(request), _Chat)

@@ -30,6 +30,7 @@ class Offline(Workflow):
 
     answers = "recorded"
     opens_with_prompt = True
+    is_light = True
 
     async def run(self, session: Session) -> None:
         agent = session.agent("policy")
@@ -74,6 +75,7 @@ class Demonstrations(Offline):
     """One agent replays the answers of the row, which are all wanted: `completion`, or all messages of the assistant in
     `messages`. For `algorithm.type: sft`."""
 
+    is_light = True
     has_labels = False
 
 

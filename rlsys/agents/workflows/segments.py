@@ -42,6 +42,7 @@ class Segments(Workflow):
     """Text between `end` and the answer."""
 
     opens_with_prompt = True
+    is_light = True
 
     async def run(self, session: Session) -> None:
         agent, prompt = session.agent(POLICY), session.task.prompt

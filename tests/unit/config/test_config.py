@@ -157,13 +157,13 @@ learning: {a: 1}
 algorithm: {type: grop}
 """,
     )
-    assert refusal(path, overrides=("ray.adress=auto", "--limits.lease_s=-1", "groups_per_step=4")) == [
+    assert refusal(path, overrides=("ray.adress=auto", "--limits.group_s=-1", "groups_per_step=4")) == [
         "8 problems in the configuration:",
         "  job.yaml:5: data.pth: unknown key; did you mean `data.path`?",
         "  job.yaml:10: algorithm.type: no algorithm is named 'grop'; did you mean `grpo`?",
         "  job.yaml:7: train.lr: input should be a valid number, unable to parse string as a number (got 'abc')",
         "  job.yaml:8: train.betas[1]: input should be a valid number, unable to parse string as a number (got 'x')",
-        "  command line: --limits.lease_s=-1: limits.lease_s: input should be greater than 0 (got -1)",
+        "  command line: --limits.group_s=-1: limits.group_s: input should be greater than 0 (got -1)",
         "  command line: ray.adress=auto: ray.adress: unknown key; did you mean `ray.address`?",
         f"  job.yaml:9: learning: unknown key; the top level has: {', '.join(Config.model_fields)}",
         "  command line: groups_per_step=4: groups_per_step: unknown key; did you mean `train.groups_per_step`?",
@@ -251,7 +251,7 @@ def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
         ("run.steps=true", "run.steps: should be a number (got true)"),
         (f"train.groups_per_step=1{'0' * 400}", "train.groups_per_step: should be a number of at most 92233720368"),
         ("reward.num_cpus=true", "reward.num_cpus: should be a number (got true)"),
-        ("limits.lease_s=1e300", "limits.lease_s: should be a number of at most 92233720368"),
+        ("limits.group_s=1e300", "limits.group_s: should be a number of at most 92233720368"),
         ("algorithm.clip_high=true", "algorithm.clip_high: should be a number (got true)"),
         ("alerts={idle_side: true}", "alerts.idle_side: should be a number (got true)"),
         ("train.betas=[0.9, false]", "train.betas[1]: should be a number (got false)"),

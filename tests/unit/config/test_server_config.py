@@ -7,7 +7,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.errors import ConfigError
 from workers.ray.remote_proxy import place_of, successor_name
-from workers.worker_set import _generator_spec
+from workers.worker_set import _replica_spec
 
 NEEDED = ["run.steps=9", "model.path=m", "data.path=d"]
 ONE = "rollout.engine={type: vllm_server, urls: [http://a:1/v1/]}"
@@ -50,7 +50,7 @@ def test_what_a_server_cannot_do_is_refused(keys: list[str], words: str):
 
 
 def test_each_place_has_its_own_server_and_a_successor_takes_it_over():
-    spec = _generator_spec(load(THREE, "rollout.replicas=2", "eval={data: d, every: 3}"), "m", "newest")
+    spec = _replica_spec(load(THREE, "rollout.replicas=2", "eval={data: d, every: 3}"), "m", "newest")
     servers = [spec.at(place_of(successor_name(f"rollout-{i}", i))).engine.server for i in range(3)]
     assert [server and server.url for server in servers] == ["http://a:1", "http://b:1", "http://c:1"]
     assert all(server and server.takes_weights for server in servers)
@@ -61,5 +61,5 @@ def test_each_place_has_its_own_server_and_a_successor_takes_it_over():
 def test_a_frozen_policy_may_have_servers_of_its_own_which_keep_their_weights():
     own = "{is_frozen: true, model: {path: j}, rollout: {engine: {type: vllm_server, urls: [http://j:1]}}}"
     judge = load(f"policies={{a: {{}}, judge: {own}}}").of("judge")
-    server = _generator_spec(judge, judge.model.path, "never", 2).at(0).engine.server
+    server = _replica_spec(judge, judge.model.path, "never", 2).at(0).engine.server
     assert server is not None and (server.url, server.takes_weights) == ("http://j:1", False)

@@ -33,7 +33,7 @@ class Watched:
         self._rollouts = FakeRollouts(self.world)
         fake = self._rollouts
         self.restart, self.loads = fake.restart, fake.loads
-        self.move, self.placements = fake.move, fake.placements
+        self.drain, self.placements = fake.drain, fake.placements
 
     async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         self.assignments.append(assignment)

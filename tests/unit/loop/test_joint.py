@@ -57,7 +57,7 @@ class Workers:
     async def loads(self, policy: str = "policy") -> list[ReplicaLoad]:
         return []
 
-    async def move(self, source: str, to: str, policy: str = "policy") -> int:
+    async def drain(self, source: str, to: str, policy: str = "policy") -> int:
         return 0
 
     def placements(self) -> dict[int, str]:

@@ -30,7 +30,7 @@ class Looks:
         uses = self.uses[min(number, len(self.uses) - 1)]
         return [ReplicaLoad(name, self.version, EngineStats(2, 0, used, 0)) for name, used in uses.items()]
 
-    async def move(self, source: str, to: str) -> int:
+    async def drain(self, source: str, to: str) -> int:
         self.moves.append((source, to))
         return self.moved
 

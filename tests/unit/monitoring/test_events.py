@@ -25,7 +25,7 @@ from rlsys.monitoring.metric_catalog import METRICS, undocumented
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 
 
-class PartialStream:
+class Sink:
     """A sink that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PartialStream:
         self.is_closed = True
 
 
-class Broken(PartialStream):
+class Broken(Sink):
     """A sink that raises at every event of training."""
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -50,7 +50,7 @@ class Broken(PartialStream):
 
 def test_every_sink_hears_every_event_in_order_with_its_time() -> None:
     ticks = count(100)
-    one, other = PartialStream(), PartialStream()
+    one, other = Sink(), Sink()
     events = Events([one], clock=lambda: float(next(ticks)))
     events.attach(other)
     step, end = StepDone(1, {"loss": 0.5}), RunEnded(1, "finished")
@@ -60,7 +60,7 @@ def test_every_sink_hears_every_event_in_order_with_its_time() -> None:
 
 
 def test_a_sink_that_raises_is_named_once_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    broken, sound = Broken(), PartialStream()
+    broken, sound = Broken(), Sink()
     events = Events([broken, sound], clock=lambda: 0.0)
     emitted = [StepDone(1, {}), StepDone(2, {}), RunEnded(2, "finished")]
     for event in emitted:
@@ -99,7 +99,7 @@ def test_an_event_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
 
 
 def test_closing_the_bus_closes_its_sinks_once() -> None:
-    sink = PartialStream()
+    sink = Sink()
     events = Events([sink])
     events.close()
     assert sink.is_closed

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from rlsys import Config
+from rlsys.agents.workflow import Session, SingleTurn, Workflow
 from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import TrainingError
@@ -16,14 +18,10 @@ from rlsys.loop.checkpoint import CONFIG
 from rlsys.monitoring.events import Events
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
-from rlsys.types import PolicyVersion
-from rlsys.weight_sync.relay import Relay
+from rlsys.types import POLICY, PolicyVersion
 from tests.jobs import config_of
-from workers.ray.remote_proxy import Remote
-from workers.relay.relay_pool import RayRelays
-from workers.rollout.partial_responses import Partials, PartialsRelay
-from workers.transport.route import TransportSpec
-from workers.worker_set import _generator_spec, partials_of
+from workers.rollout.rollout_worker import RolloutSpec
+from workers.worker_set import _replica_spec, _replicas, _rollout_spec, plays_beside_engines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +41,18 @@ class Calibrating(StabilizerPlugin):
         return 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Own(Workflow):
+    """A workflow with code of a user."""
+
+    async def run(self, session: Session) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSingleTurn(SingleTurn):
+    """One that inherits from a light one."""
+
+
 def config(folder: Path, *overrides: str) -> Config:
     return config_of(folder / "model", folder / "data.jsonl", folder, overrides)
 
@@ -58,9 +68,9 @@ def config(folder: Path, *overrides: str) -> Config:
 )
 def test_only_replicas_that_train_hold_several_versions(tmp_path, overrides, num_versions):
     job = config(tmp_path, *overrides)
-    trained = _generator_spec(job, "model", "newest")
+    trained = _replica_spec(job, "model", "newest")
     assert (trained.engine.resident_versions, trained.change.when) == (num_versions, job.rollout.weight_change)
-    pinned = _generator_spec(job, "model", "pinned")
+    pinned = _replica_spec(job, "model", "pinned")
     assert (pinned.engine.resident_versions, pinned.change.when) == (1, "between")
 
 
@@ -73,7 +83,7 @@ def test_only_replicas_that_train_hold_several_versions(tmp_path, overrides, num
     ],
 )
 def test_several_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overrides, expected):
-    spec = _generator_spec(config(tmp_path, *overrides), "model", "newest", num_engines)
+    spec = _replica_spec(config(tmp_path, *overrides), "model", "newest", num_engines)
     assert spec.engine.vllm_args == expected
 
 
@@ -151,10 +161,35 @@ def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
     assert Config.load(job.run_dir / "failed" / "step_000001" / CONFIG) == job
 
 
-def test_the_first_relay_keeps_partial_responses_unless_they_are_off(model_path: Path, data_path: Path, tmp_path: Path):
-    members = [Remote[Relay](f"relay-{i}", PartialsRelay, None, 5.0) for i in range(2)]
-    relays = {"policy": RayRelays(members, 20.0, TransportSpec("object_store"), nodes=lambda: ["a", "b"])}
-    pool = partials_of(config_of(model_path, data_path, tmp_path, []), relays)["policy"]
-    assert (pool.name, pool.kind, pool.part) == ("relay-0", Partials, "partials.")
-    off = config_of(model_path, data_path, tmp_path, ["rollout.partial_responses=false"])
-    assert partials_of(off, relays) == {}
+def spec_of(job: Config, *, evaluates: bool = False) -> RolloutSpec:
+    return _rollout_spec(job, {POLICY: _replica_spec(job, "model", "newest")}, evaluates=evaluates)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_beside"),
+    [
+        (["rollout.num_gpus=0"], True),
+        (["rollout.num_gpus=1"], False),
+        (["rollout.num_gpus=0", f"rollout.workflow={{type: '{__name__}:Own'}}"], False),
+        (["rollout.num_gpus=0", f"rollout.workflow={{type: '{__name__}:OwnSingleTurn'}}"], False),
+    ],
+)
+def test_only_light_workflows_on_processors_are_played_beside_engines(tmp_path, overrides, is_beside):
+    job = config(tmp_path, "rollout.replicas=3", *overrides)
+    assert plays_beside_engines(spec_of(job)) == is_beside
+    replicas, sessions = _replicas(job, {POLICY: _replica_spec(job, "model", "newest")}, {})
+    assert replicas.size == 3
+    assert (sessions is None) == is_beside
+
+
+def test_groups_have_the_deadline_of_the_limits_and_replicas_none(tmp_path):
+    job = config(tmp_path, "limits.group_s=77", "limits.max_attempts=4", "limits.silence_s=9")
+    replicas, _ = _replicas(job, {POLICY: _replica_spec(job, "model", "newest")}, {})
+    assert (replicas.deadline_s, replicas.silence_s, replicas.max_attempts) == (inf, 9.0, 4)
+    assert (spec_of(job).group_s, spec_of(job).max_losses) == (77.0, 4)
+
+
+def test_evaluations_end_no_episode_early(tmp_path):
+    job = config(tmp_path, "rollout.early_ends={}")
+    assert spec_of(job).ends is not None
+    assert spec_of(job, evaluates=True).ends is None

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
+from rlsys.routing.requests import Completion, Request
 from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
 from rlsys.types import EngineStats, Sampling
 from rlsys.util import deadlines
 from rlsys.weight_sync.manifest import TensorSpec
-from workers.engines.engine import Completion, EngineSpec, Request
+from workers.engines.engine import EngineSpec
 from workers.engines.stepping import EngineJob, SteppingEngine
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Stuck(SteppingEngine):
     def _running(self) -> list[EngineJob]:
         return self.jobs
 
-    def _cut(self, is_meant: Callable[[EngineJob], bool], *, keep_cache: bool) -> None:
+    def _cut(self, is_meant: Callable[[EngineJob], bool]) -> None:
         for job in [job for job in self.jobs if is_meant(job)]:
             self.jobs.remove(job)
             self._answer(job.future, Completion((), (), (), "abort"))

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import ContextFull, Session
 from rlsys.errors import TaskTooLong
-from rlsys.types import OutcomeKind, Sampling, Task
-from tests.replicas import Shelf, scripted
-from workers.rollout.generator import Generator, WeightChange
-from workers.rollout.group_route import GroupRoute, PolicyText, Ticket
-from workers.text.tokenizer import TextTokenizer
+from rlsys.types import OutcomeKind, Task
+from tests.replicas import policy_of, scripted, text_of
 
 
-def route_of(*, max_prompt_tokens: int, max_context_tokens: int) -> GroupRoute:
-    """A policy whose replies have eight tokens."""
-    sampling = Sampling(max_new_tokens=8)
-    text = PolicyText(TextTokenizer(build_tokenizer()), sampling, max_prompt_tokens, max_context_tokens)
-    generator = Generator("rollout-0", scripted("0123"), text, Shelf(), WeightChange("between", tolerance=1e-3))
-    return generator.begin(Ticket("rollout-0", 0, 0))
-
-
-def session_of(route: GroupRoute) -> Session:
-    return Session(Task(id="t", prompt="12>"), {"policy": route}, seed=1)
+def session_of(*, max_prompt_tokens: int, max_context_tokens: int) -> Session:
+    """A session with a policy whose replies have eight tokens."""
+    text = replace(text_of(8), max_prompt_tokens=max_prompt_tokens, max_context_tokens=max_context_tokens)
+    return Session(Task(id="t", prompt="12>"), {"policy": policy_of(text, scripted("0123"))}, seed=1)
 
 
 def test_the_prompt_of_a_task_is_bounded_by_max_prompt_tokens():
-    session = session_of(route_of(max_prompt_tokens=3, max_context_tokens=40))
+    session = session_of(max_prompt_tokens=3, max_context_tokens=40)
     with pytest.raises(TaskTooLong, match=r"4 tokens, allowed are 1 to data\.max_prompt_tokens = 3"):
         asyncio.run(session.agent("solver").chat("123>"))
 
 
 def test_later_turns_are_bounded_by_max_context_tokens():
-    session = session_of(route_of(max_prompt_tokens=3, max_context_tokens=18))
+    session = session_of(max_prompt_tokens=3, max_context_tokens=18)
 
     async def scenario() -> None:
         agent = session.agent("solver")

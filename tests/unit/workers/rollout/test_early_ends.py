@@ -1,4 +1,4 @@
-"""Replicas end episodes early once their group is settled, and only then."""
+"""Session workers end episodes early once their group is settled, and only then."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.types import Episode, Score, Task
-from tests.replicas import DIGIT, assignment, played, replica_of, scripted
+from tests.replicas import DIGIT, assignment, played, scripted, worker_of
+from tests.scripted_engine import ScriptedEngine
 from workers.rollout.early_ends import GroupEnds
-from workers.rollout.rollout_worker import RolloutWorker
+from workers.rollout.session_worker import SessionWorker
 
 
 class Uneven(Workflow):
@@ -47,13 +48,13 @@ class Silent(Uneven):
             await agent.chat("7>")
 
 
-def replica(ends: GroupEnds, workflow: Workflow) -> RolloutWorker:
-    engine = scripted("rollout-0", lambda request: [DIGIT] * 99)
-    return replica_of(None, engine, workflow=workflow, num_tokens=2, ends=ends)
+def player(ends: GroupEnds, workflow: Workflow, engine: ScriptedEngine | None = None) -> SessionWorker:
+    engine = engine or scripted("rollout-0", lambda request: [DIGIT] * 99)
+    return worker_of(None, engine, workflow=workflow, num_tokens=2, ends=ends)
 
 
 def rolled_out(ends: GroupEnds, prompt: str = "x>", workflow: Workflow | None = None, size: int = 6):
-    worker = replica(ends, workflow or Uneven())
+    worker = player(ends, workflow or Uneven())
     return played([worker], lambda: worker.run(assignment(prompt=prompt, size=size)))
 
 
@@ -97,11 +98,12 @@ def test_a_judge_scores_what_the_workflow_does_not():
 
 
 def test_nothing_runs_at_the_engine_after_an_early_end():
-    worker = replica(GroupEnds(after=0.5, keep=1e-9), Uneven())
+    engine = scripted("rollout-0", lambda request: [DIGIT] * 99)
+    worker = player(GroupEnds(after=0.5, keep=1e-9), Uneven(), engine)
 
     async def scenario() -> None:
         await worker.run(assignment(prompt="x>", size=6))
         await asyncio.sleep(0)
-        assert worker.stats().num_running == worker.stats().num_waiting == 0
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
 
     played([worker], scenario)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.errors import TaskTooLong
-from rlsys.types import Message, Prompt, Sampling
-from tests.replicas import Shelf, scripted, until
-from workers.rollout.generator import Generator, WeightChange
-from workers.rollout.group_route import LARGE, GroupRoute, PolicyText, Ticket
+from rlsys.types import Message, Prompt
+from tests.replicas import text_of, until
+from workers.rollout.policy_text import LARGE, PolicyText
 from workers.text.tokenizer import TextTokenizer
 
 
@@ -32,10 +32,10 @@ class HeldTokenizer(TextTokenizer):
         return super()._tokens(text)
 
 
-def route_of(codec: TextTokenizer, max_prompt_tokens: int) -> GroupRoute:
-    speech = PolicyText(codec, Sampling(max_new_tokens=4), max_prompt_tokens, max_prompt_tokens + 4)
-    generator = Generator("rollout-0", scripted("a"), speech, Shelf(), WeightChange("between", tolerance=1e-3))
-    return generator.begin(Ticket("rollout-0", 0, 0))
+def limited(codec: TextTokenizer, max_prompt_tokens: int) -> PolicyText:
+    return replace(
+        text_of(4), codec=codec, max_prompt_tokens=max_prompt_tokens, max_context_tokens=max_prompt_tokens + 4
+    )
 
 
 def user(text: str) -> tuple[Message, ...]:
@@ -45,12 +45,12 @@ def user(text: str) -> tuple[Message, ...]:
 @pytest.mark.parametrize("prompt", ["1" * (LARGE + 1), user("1" * (LARGE + 1))], ids=["text", "messages"])
 def test_others_are_served_while_a_large_text_is_tokenized(prompt: Prompt):
     codec = HeldTokenizer()
-    route = route_of(codec, LARGE + 1)
+    text = limited(codec, LARGE + 1)
 
     async def scenario() -> None:
-        large = [asyncio.create_task(route.encode(prompt)) for _ in range(4)]
+        large = [asyncio.create_task(text.encode(prompt)) for _ in range(4)]
         await until(lambda: codec.num_texts == 1)
-        assert len(await route.encode("12>")) == 3
+        assert len(await text.encode("12>")) == 3
         assert not any(task.done() for task in large)
         codec.release.set()
         first, *others = await asyncio.gather(*large)
@@ -63,22 +63,22 @@ def test_others_are_served_while_a_large_text_is_tokenized(prompt: Prompt):
 @pytest.mark.parametrize("prompt", ["1" * 5_000_000, user("1" * 5_000_000)], ids=["text", "messages"])
 def test_an_oversize_prompt_is_not_tokenized(prompt: Prompt):
     codec = HeldTokenizer()
-    route = route_of(codec, 60)
+    text = limited(codec, 60)
     limit = r"5000000 bytes of text, .* at most 64 bytes; a conversation has at most rollout\.max_context_tokens = 64"
     with pytest.raises(TaskTooLong, match=limit):
-        asyncio.run(route.encode(prompt))
+        asyncio.run(text.encode(prompt))
     assert codec.num_texts == 0
 
 
 def test_a_conversation_that_grew_oversize_is_not_tokenized():
     codec = HeldTokenizer()
-    route = route_of(codec, 60)
+    text = limited(codec, 60)
 
     async def scenario() -> None:
-        ids = await route.encode(user("12>"))
+        ids = await text.encode(user("12>"))
         said = (*user("12>"), Message(role="assistant", content="21"))
         with pytest.raises(TaskTooLong, match=r"rollout\.max_context_tokens = 64"):
-            await route.extend(ids, said, user("1" * 5_000_000))
+            await text.extend(ids, said, user("1" * 5_000_000))
 
     asyncio.run(scenario())
     assert codec.num_texts == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.text.known_prefixes import NUM_COMPARED, KnownPrefixes
+from rlsys.routing.known_prefixes import NUM_COMPARED, KnownPrefixes
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=40).map(tuple)
 

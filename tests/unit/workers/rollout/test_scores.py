@@ -1,4 +1,4 @@
-"""Replicas that score their own groups, without a reward worker."""
+"""Session workers that score their own groups, without a reward worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlsys.errors import ConfigError, RunAborted
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import Task
 from tests.groups import group
-from tests.replicas import assignment, own_tokens, played, replica_of, scripted
+from tests.replicas import assignment, own_tokens, played, scripted, worker_of
 from workers.reward.replica_rewards import ReplicaRewards
 from workers.reward.reward_worker import RewardWorker
 
@@ -22,8 +22,7 @@ def is_of_six(completion: str) -> float:
 
 
 def test_a_group_comes_with_its_scores_and_the_driver_reads_them():
-    worker = replica_of(None, scripted("rollout-0", own_tokens), num_tokens=6)
-    worker._judge = RewardWorker([SIX], 1, 20.0, name="rollout-0")
+    worker = worker_of(None, scripted("rollout-0", own_tokens), judge=RewardWorker([SIX], 1, 20.0, name="session-0"))
 
     async def scenario() -> None:
         done, episodes = await worker.run(assignment(size=3))

@@ -1,24 +1,22 @@
-"""Replica of several policies: one engine each, one rollout for all, and separate weight changes."""
+"""Sessions of several policies: one group for all, separate weight changes, all holds or none."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from math import inf
 from typing import Literal
 
 import pytest
 
-from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import ConfigError, WeightsMismatch, WorkerDied
-from rlsys.types import Acknowledged, Assignment, Group, Sampling, VersionSpan
-from tests.replicas import Shelf, assignment, hash_of, played, scripted, until
+from rlsys.routing.request_router import RequestRouter
+from rlsys.types import Acknowledged, Assignment, Group, VersionSpan
+from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scripted, text_of, until
 from tests.scripted_engine import ScriptedEngine
-from workers.rollout.generator import Generator, WeightChange
-from workers.rollout.group_route import PolicyText
-from workers.rollout.rollout_worker import RolloutWorker
-from workers.rollout.session_host import GroupSessions
-from workers.text.tokenizer import TextTokenizer
+from workers.rollout.replica import EngineReplica
+from workers.rollout.session_worker import GroupSessions, PolicyRoad, SessionWorker
 
 
 class AskAndAnswer(Workflow):
@@ -32,21 +30,22 @@ class AskAndAnswer(Workflow):
 
 
 class Trio:
-    """Two trained policies and a frozen one at one replica."""
+    """Two trained policies and a frozen one, each with a replica."""
 
     def __init__(self, when: Literal["between", "inflight"] = "between", agents: dict[str, str] | None = None) -> None:
         self.shelves = {name: Shelf() for name in ("first", "second")}
         self.engines: dict[str, ScriptedEngine] = {}
-        speech = PolicyText(
-            TextTokenizer(build_tokenizer()), Sampling(max_new_tokens=30), max_prompt_tokens=60, max_context_tokens=90
-        )
-        generators = {}
+        self.replicas: dict[str, EngineReplica] = {}
         for name in ("first", "second", "frozen"):
             self.engines[name] = scripted("r")
-            puller = self.shelves.get(name)
-            generators[name] = Generator("r", self.engines[name], speech, puller, WeightChange(when, tolerance=1e-3))
+            self.replicas[name] = replica_of(self.shelves.get(name), self.engines[name], name="r", when=when)
         bindings = agents or {"asker": "first", "answerer": "second"}
-        self.worker = RolloutWorker("r", GroupSessions(AskAndAnswer(), bindings), generators)
+        roads = {name: PolicyRoad(text_of(30), RequestRouter([each], 1)) for name, each in self.replicas.items()}
+        self.worker = SessionWorker("s", GroupSessions(AskAndAnswer(), bindings), roads, group_s=inf)
+
+    @property
+    def all(self) -> list[EngineReplica | SessionWorker]:
+        return [self.worker, *self.replicas.values()]
 
     def task(self, first: int, second: int, *, group_id: int = 3) -> Assignment:
         return replace(assignment(group_id=group_id), versions={"first": first, "second": second})
@@ -73,7 +72,7 @@ def test_each_trained_policy_gets_its_own_view_of_the_group():
             assert [t.policy for _, t in view.everyone()] == ["first", "second"] * 2
         assert views["first"].episodes == views["second"].episodes
 
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
 
 
 def test_frozen_weights_are_never_pulled_and_never_trained():
@@ -85,34 +84,7 @@ def test_frozen_weights_are_never_pulled_and_never_trained():
         assert {t.policy for _, t in views["first"].everyone()} == {"first", "frozen"}
         assert trio.engines["frozen"].version == -1
 
-    played([trio.worker], scenario)
-
-
-def test_what_it_holds_and_does_is_told_of_each_policy():
-    trio = Trio()
-    trio.shelves["first"].put(4)
-    trio.shelves["second"].put(1)
-
-    async def scenario() -> None:
-        assert trio.worker.held() == {}
-        await trio.run(0, 0)
-        assert trio.worker.held() == {
-            "first": Acknowledged("r", 4, hash_of(4)),
-            "second": Acknowledged("r", 1, hash_of(1)),
-        }
-        assert [trio.worker.load(name).version for name in ("first", "second", "frozen")] == [4, 1, -1]
-
-    played([trio.worker], scenario)
-
-
-def test_a_replica_that_is_gone_is_forgotten_by_every_policy():
-    trio = Trio()
-
-    async def scenario() -> None:
-        await trio.worker.forget("other")
-        assert all("other" in generator._gone for generator in trio.worker._generators.values())
-
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
 
 
 def test_a_weight_change_waits_for_groups_of_another_policy():
@@ -129,7 +101,7 @@ def test_a_weight_change_waits_for_groups_of_another_policy():
         views = await after
         assert [(view.versions[0].version) for view in views.values()] == [1, 0]
 
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
 
 
 def test_groups_that_need_different_new_weights_do_not_deadlock():
@@ -144,7 +116,26 @@ def test_groups_that_need_different_new_weights_do_not_deadlock():
         for views in [*await asyncio.gather(*crossing), *await asyncio.gather(*running)]:
             assert all(view.oldest_version >= view.permit_version for view in views.values())
 
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
+
+
+def test_a_group_that_waits_for_one_policy_holds_no_other():
+    trio = Trio()
+
+    async def scenario() -> None:
+        await trio.run(0, 0, group_id=1)
+        waiting = asyncio.create_task(trio.run(0, 1, group_id=2))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert [replica.load().num_present for replica in trio.replicas.values()] == [0, 0, 0]
+        trio.shelves["first"].put(1)
+        later = asyncio.create_task(trio.run(1, 1, group_id=3))
+        await until(lambda: trio.engines["first"].version == 1)
+        trio.shelves["second"].put(1)
+        for views in (await waiting, await later):
+            assert [view.oldest_version for view in views.values()] == [1, 1]
+
+    played(trio.all, scenario)
 
 
 def test_in_flight_each_policy_mixes_its_own_versions_only():
@@ -159,7 +150,7 @@ def test_in_flight_each_policy_mixes_its_own_versions_only():
         assert [span.version for span in views["first"].versions] == [0, 1]
         assert [span.version for span in views["second"].versions] == [0]
 
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
 
 
 @pytest.mark.parametrize("broken", ["first", "second"])
@@ -172,9 +163,11 @@ def test_a_dead_engine_fails_its_group_and_leaves_nothing(broken: str):
         await trio.engines[broken].close()
         with pytest.raises(WorkerDied):
             await group
-        assert not any(generator._stays for generator in trio.worker._generators.values())
+        await asyncio.sleep(0)
+        loads = [trio.replicas[name].load() for name in trio.replicas if name != broken]
+        assert [(load.stats.num_running, load.num_present) for load in loads] == [(0, 0)] * 2
 
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
 
 
 def test_weights_of_one_policy_that_come_corrupted_are_refused():
@@ -185,7 +178,7 @@ def test_weights_of_one_policy_that_come_corrupted_are_refused():
         with pytest.raises(WeightsMismatch, match="verifying version 0: the engine computes with other values"):
             await trio.run(0, 0)
 
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
 
 
 def test_an_agent_that_no_policy_speaks_for_is_told():
@@ -195,4 +188,4 @@ def test_an_agent_that_no_policy_speaks_for_is_told():
         with pytest.raises(ConfigError, match="'answerer' is bound to no policy; bind it to one of first, second"):
             await trio.run(0, 0)
 
-    played([trio.worker], scenario)
+    played(trio.all, scenario)
