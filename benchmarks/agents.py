@@ -52,13 +52,14 @@ from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
+from rlsys.routing.request_router import RequestRouter
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY, Assignment, GroupKey, Message, Sampling, Task, Turn
 from tests.scripted_engine import ScriptedEngine
-from workers.rollout.generator import Generator, WeightChange
-from workers.rollout.group_route import PolicyText
-from workers.rollout.rollout_worker import RolloutWorker
-from workers.rollout.session_host import GroupSessions
+from workers.rollout.policy_text import PolicyText
+from workers.rollout.replica import EngineReplica
+from workers.rollout.replica_weights import WeightChange
+from workers.rollout.session_worker import GroupSessions, PolicyRoad, SessionWorker
 from workers.text.tokenizer import TextTokenizer
 
 NUM_SESSIONS, GROUP_SIZE, NUM_TURNS = 256, 8, 8
@@ -160,7 +161,7 @@ def main() -> None:
 async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[str, float]:
     """Measure `num_batches` times `num_sessions` episodes on one replica."""
     meter = Meter()
-    worker = replica(Lookups(meter=meter, barrier=asyncio.Barrier(num_sessions if pace == "lock_step" else 1)))
+    worker = player(Lookups(meter=meter, barrier=asyncio.Barrier(num_sessions if pace == "lock_step" else 1)))
     groups = num_sessions // GROUP_SIZE
     room = asyncio.Semaphore(groups)
 
@@ -184,16 +185,19 @@ async def rollouts(num_batches: int, num_sessions: int, *, pace: Pace) -> dict[s
     }
 
 
-def replica(workflow: Workflow) -> RolloutWorker:
-    """Build a rollout worker whose engine always calls the tool."""
+def player(workflow: Workflow) -> SessionWorker:
+    """Build a session worker beside an engine that always calls the tool."""
     codec = tokenizer()
     said = codec.reply(CALL)
     engine = ScriptedEngine(lambda _: said, num_slots=SLOTS, tick_s=TICK_S, max_context=4096)
-    speech = PolicyText(
-        codec, Sampling(max_new_tokens=len(said)), max_prompt_tokens=4000, max_context_tokens=4000 + len(said)
+    change = WeightChange("between", tolerance=0.0)
+    replica = EngineReplica("rollout-0", engine, None, change, num_slots=SLOTS)
+    sampling = Sampling(max_new_tokens=len(said))
+    text = PolicyText(
+        codec=codec, sampling=sampling, max_prompt_tokens=4000, max_context_tokens=4000 + len(said), worker="rollout-0"
     )
-    generator = Generator("rollout-0", engine, speech, None, WeightChange("between", tolerance=0.0))
-    return RolloutWorker("rollout-0", GroupSessions(workflow), {POLICY: generator})
+    road = PolicyRoad(text, RequestRouter([replica]))
+    return SessionWorker("rollout-0", GroupSessions(workflow), {POLICY: road}, group_s=math.inf)
 
 
 def tokenizer() -> TextTokenizer:
@@ -233,7 +237,7 @@ async def kept_prefixes(size: Size, seed: int) -> dict[str, float]:
     """Measure a dialogue, with what the engine keeps from turn to turn and without."""
     import torch
 
-    from workers.engines.engine import Completion, Request
+    from rlsys.routing.requests import Completion, Request
     from workers.engines.engine_choice import start_engine
     from workers.engines.local import LocalEngine
 

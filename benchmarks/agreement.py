@@ -30,8 +30,9 @@ from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
 from rlsys.data.task_file import load_tasks
+from rlsys.routing.requests import Completion, Request
 from rlsys.types import Distribution, Episode, Sampling, Trajectory, Turn
-from workers.engines.engine import Completion, EngineName, EngineSpec, Request
+from workers.engines.engine import EngineName, EngineSpec
 from workers.engines.engine_choice import start_engine
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend

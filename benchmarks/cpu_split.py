@@ -24,9 +24,10 @@ from benchmarks.measure import train_command as command_of
 
 TITLES = {
     "ray::RolloutWorker": "rollout",
+    "ray::SessionWorker": "session",
     "ray::ActorRank": "actor",
     "ray::RewardWorker": "reward",
-    "ray::PartialsRelay": "relay",
+    "ray::Relay": "relay",
     "ray::Recorder": "recorder",
     "workers.ray.fork_server": "fork server",
     "multiprocessing.spawn": "reward functions",

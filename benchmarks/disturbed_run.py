@@ -21,8 +21,9 @@ Line: TypeAlias = "dict[str, Any]"
 """An event as it is written to `events.jsonl`."""
 PROCESSES = {
     "rollout": "ray::RolloutWorker",
+    "session": "ray::SessionWorker",
     "reward": "ray::RewardWorker",
-    "relay": "ray::PartialsRelay",
+    "relay": "ray::Relay",
     "reference": "ray::ReferenceWorker",
     "actor": "ray::ActorRank",
     "critic": "ray::CriticRank",

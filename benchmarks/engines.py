@@ -47,14 +47,15 @@ from benchmarks.measure import (
     timed,
 )
 from rlsys.agents.workflow import SingleTurn
+from rlsys.routing.requests import Request
 from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
-from workers.engines.engine import EngineName, Request
+from workers.engines.engine import Engine, EngineName
 from workers.ray.cluster import Resources, connect
 from workers.ray.pool import PoolSpec
 from workers.ray.remote_proxy import Remote, start
-from workers.rollout.generator import WeightChange
+from workers.rollout.replica_weights import WeightChange
 from workers.rollout.rollout_pool import RolloutPool
-from workers.rollout.rollout_worker import GeneratorSpec, RolloutSpec, RolloutWorker
+from workers.rollout.rollout_worker import ReplicaSpec, RolloutSpec, RolloutWorker
 
 if TYPE_CHECKING:
     from workers.engines.vllm import VllmEngine
@@ -114,10 +115,14 @@ SCALES: Mapping[Size, Scale] = {
 class BenchWorker(RolloutWorker):
     """Replica with extra methods to measure its engine."""
 
+    @property
+    def _engine(self) -> Engine:
+        return self.replica.replicas[POLICY]._engine
+
     async def bare(self, size: int, seed: int, num_tokens: int, prompt: str) -> float:
         """Return tokens per second of vLLM alone: the same requests, a plain loop, whole answers only."""
-        generator = self.generator
-        codec, engine = generator._speech.codec, cast("VllmEngine", generator._engine)
+        assert self.sessions is not None
+        codec, engine = self.sessions._roads[POLICY].text.codec, cast("VllmEngine", self._engine)
         return await asyncio.to_thread(_step_through, engine._llm, codec.encode(prompt), size, seed, num_tokens)
 
     async def change(self, model_path: str, dtype: str, repeats: int) -> dict[str, object]:
@@ -125,7 +130,7 @@ class BenchWorker(RolloutWorker):
         import torch
         from safetensors.torch import load_file
 
-        engine = self.generator._engine
+        engine = self._engine
         stored = load_file(Path(model_path, "model.safetensors"))
         weights = {n: t.to(getattr(torch, dtype)) for n, t in stored.items()}
         num_bytes = sum(t.nbytes for t in weights.values())
@@ -259,14 +264,14 @@ async def replica(
     """Start a pool of one replica, as in a run, or with vLLM's asynchronous scheduling."""
     arguments = {"async_scheduling": True} if overlaps else {}
     sampler = replace(engine_spec(engine, model.path, model.dtype), tensor_parallel=shards, vllm_args=arguments)
-    generator = GeneratorSpec(engine=sampler, change=WeightChange("inflight", 1.0), pulls="never")
+    own = ReplicaSpec(engine=sampler, change=WeightChange("inflight", 1.0), pulls="never")
     spec = RolloutSpec(
-        generators={POLICY: generator}, sampling=Sampling(max_new_tokens=model.num_tokens), max_prompt_tokens=64,
-        workflow=SingleTurn(), resources=Resources(num_cpus=1, threads=threads),
+        policies={POLICY: own}, sampling=Sampling(max_new_tokens=model.num_tokens), max_prompt_tokens=64,
+        workflow=SingleTurn(), resources=Resources(num_cpus=1, threads=threads), group_s=DEADLINE_S, max_losses=1,
     )  # fmt: skip
 
     def one(name: str) -> Remote[RolloutWorker]:
-        return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, {}), spec.resources, DEADLINE_S)
+        return start(BenchWorker, name, partial(BenchWorker.of, name, spec, {}, plays=True), spec.resources, DEADLINE_S)
 
     pool = RolloutPool(PoolSpec(1, one, DEADLINE_S, DEADLINE_S, max_attempts=1))
     await pool.ready()

@@ -1,12 +1,13 @@
-"""Cost of tokens on their way: payloads, records of rollouts, and partial responses.
+"""Cost of tokens on their way: payloads, records of rollouts, and chunks of replies.
 
     python -m benchmarks.payloads [--quick | --short]
 
 `payload_pickle_over_numpy` is the CPU time of pickling and unpickling the payload of one group as Ray does, with
 buffers outside of the pickle, over that of numpy arrays with the same numbers. `record_stall` is what recording 1
 million tokens takes from the learner, copying a rank's numbers for the recorder, over a step of one minute, and
-`record_s` is the recorder's time to write them. `partials_growth` is the cost per token of noting what replies sample
-while they grow from 29,000 to 30,000 tokens, over that from 0 to 1,000, in the pool and in the engine's report.
+`record_s` is the recorder's time to write them. `chunks_growth` is the cost per token of the chunks of a reply while it
+grows from 29,000 to 30,000 tokens, over that from 0 to 1,000: in the engine's report, the replica's stream, its message
+to another process, and the router.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ import numpy as np
 from benchmarks.measure import Size, in_turn, parser_of, print_result, spreads
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.types import Acknowledged, Episode, Group, GroupKey, Task, Trajectory, Turn, VersionSpan
-from workers.engines.engine import Completion, Request
+from rlsys.routing.request_router import Claim, Place, _Tokens
+from rlsys.routing.requests import Chunk, Completion, Request
+from rlsys.types import EngineStats, Episode, Group, GroupKey, Task, Trajectory, Turn, VersionSpan
 from workers.engines.stepping import EngineJob, progress_of
-from workers.rollout.group_route import EngineStay, Ticket
-from workers.rollout.partial_responses import Partials, PartialStream
+from workers.rollout.chunk_stream import ChunkStream
+from workers.rollout.replica import EngineReplica
+from workers.rollout.replica_weights import WeightChange
 
 GROUP = 8
 """Episodes of a group."""
 STEP_S = 60.0
 PIECE = 100
-"""Tokens that a reply samples between two notes."""
+"""Tokens of a chunk."""
 
 
 def main() -> None:
@@ -46,7 +49,7 @@ def main() -> None:
 def figures(size: Size) -> Mapping[str, Mapping[str, float]]:
     """Measure each part in turn."""
     repeats = {"full": 5, "quick": 3, "short": 1}[size]
-    parts: Sequence[Callable[[Size], Mapping[str, float]]] = (payload_pickle, recording, partials)
+    parts: Sequence[Callable[[Size], Mapping[str, float]]] = (payload_pickle, recording, chunks)
     runs = in_turn(repeats, range(len(parts)), lambda _, part: parts[part](size))
     return {name: spread for rows in runs.values() for name, spread in spreads(rows).items()}
 
@@ -134,32 +137,45 @@ def group_of(group_id: int, payload: tuple[Episode, ...]) -> Group:
     )  # fmt: skip
 
 
-def partials(size: Size) -> Mapping[str, float]:
-    """Time the notes of growing replies at their start and their end."""
+def chunks(size: Size) -> Mapping[str, float]:
+    """Time the chunks of a growing reply at its start and its end."""
     lengths = (200, 400) if size == "short" else (1000, 30_000)
-    request = Request("a", (1,) * 200, sampling=None, seed=7)  # type: ignore[arg-type]
+    request = Request("a", (1,) * 200, sampling=None, seed=7, is_read=True)  # type: ignore[arg-type]
     job = EngineJob(request, future=None, marks=[(0, 3)])  # type: ignore[arg-type]
-    stay = EngineStay(Ticket("r", 1, 1), since_s=0.0, running={"a": request})
-    weights = {3: Acknowledged("r", 3, "hash")}
 
     class Engine:
+        versions = (3,)
+
+        async def generate(self, request: Request) -> Completion:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
         async def progress(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
             return progress_of([job], known)
 
+        def stats(self) -> EngineStats:
+            return EngineStats(1, 0, 0.0, 0)
+
     async def grown() -> dict[int, float]:
-        stream, spent = PartialStream(Partials(), period_s=0.0), {}
+        replica = EngineReplica("r", Engine(), None, WeightChange("between", 0.0), num_slots=1)  # type: ignore[arg-type]
+        stream, claim, tokens, spent = ChunkStream(replica), Claim(0), _Tokens(None), {}
+        stream.submit([request])
+        await asyncio.sleep(0)  # the request is at the engine
         for end in range(PIECE, lengths[1] + 1, PIECE):
             job.output_ids += [5] * PIECE
             job.logprobs += [-0.5] * PIECE
             began = time.process_time()
-            await stream.note(Engine(), [stay], weights)  # type: ignore[arg-type]
+            for _, chunk in pickle.loads(pickle.dumps(await stream._message())):
+                assert isinstance(chunk, Chunk), chunk
+                tokens.add(chunk.more)
+                claim.note(Place(replica=replica), chunk)
             spent[end] = time.process_time() - began
+        stream.close()
         return spent
 
     spent = asyncio.run(grown())
     first = sum(s for end, s in spent.items() if end <= lengths[0])
     last = sum(s for end, s in spent.items() if end > lengths[1] - lengths[0])
-    return {"partials_growth": last / first, "partials_us_per_token": 1e6 * first / lengths[0]}
+    return {"chunks_growth": last / first, "chunks_us_per_token": 1e6 * first / lengths[0]}
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from tests.processes import forks_with_imports, run_module
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = {
-    "payload_pickle_over_numpy", "payload_us", "record_stall", "record_s", "record_bytes_per_token", "partials_growth",
-    "partials_us_per_token",
+    "payload_pickle_over_numpy", "payload_us", "record_stall", "record_s", "record_bytes_per_token", "chunks_growth",
+    "chunks_us_per_token",
 }  # fmt: skip
 KEYS = {
     "agents": {
@@ -55,8 +55,12 @@ KEYS = {
     },
     "payloads": PAYLOADS,
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
+    "road": {
+        "identity_types", "identity_beside", "files", "lines", "of_files", "page_files", "page_lines", "not_on_page",
+        "page_not_called", "weights_files", "not_counted", "public_methods", "gone_names_found",
+    },
     "relay": {"stall_over_memcpy", "stall_2_over_1", "freshness_s", "left_out", "deltas", "rows"},
-    "session_hosts": {"in_replica_s", "in_host_s", "speedup", "speedups"},
+    "session_workers": {"beside_s", "apart_s", "speedup"},
     "soak": {"broken", "left_behind", "growth", "last", "groups", "samples", "seconds"},
     "trainer": {
         "checkpointing", "over_none", "positions", "packed_over_padded", "over_bare",

@@ -1,10 +1,10 @@
-"""Sessions that compute, in replicas and in a host apart from engines: seconds of a step.
+"""Sessions that compute, beside the engine and in a session worker apart from it: seconds of a step.
 
-    python -m benchmarks.session_hosts [--short]
+    python -m benchmarks.session_workers [--short]
 
 Each turn of a session first computes for some milliseconds in Python, as an environment does that is not a process of
-its own. One replica of the tiny policy, one host or none, in turn; a ratio above 1 means that the host is faster.
-Prints one JSON object.
+its own. One replica of the tiny policy, and one session worker: in the replica's process (`beside_s`), or in a process
+of its own (`apart_s`), in turn. A `speedup` above 1 means that a process of its own is faster.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from statistics import median
+from typing import ClassVar
 
-from benchmarks.measure import parser_of, print_result, sorter, train
+from benchmarks.measure import in_turn, parser_of, print_result, ratios, sorter, spread, train
 from rlsys.agents.workflow import Session, Workflow
 
 TURNS = 4
@@ -22,7 +23,7 @@ WORK_MS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computes(Workflow):
+class Apart(Workflow):
     """Sort the same digits again and again, with a computation before each turn."""
 
     work_ms: float = WORK_MS
@@ -35,6 +36,13 @@ class Computes(Workflow):
             session.reward(float(said == session.task.answer), agent)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beside(Apart):
+    """The same workflow, which claims to be light: it is played in the process of the replica."""
+
+    is_light: ClassVar[bool] = True
+
+
 def compute(milliseconds: float) -> None:
     """Hold the interpreter's lock for so long."""
     until = time.thread_time() + milliseconds / 1000
@@ -42,31 +50,29 @@ def compute(milliseconds: float) -> None:
         sum(range(200))
 
 
-def step_s(num_hosts: int, steps: int) -> float:
-    """Return the median seconds of a step, without the first two."""
+def step_s(workflow: type[Workflow], steps: int) -> dict[str, float]:
+    """Measure the median seconds of a step, without the first two."""
     overrides = [
-        "rollout.workflow=benchmarks.session_hosts:Computes",
-        f"rollout.session_hosts={num_hosts}",
+        f"rollout.workflow=benchmarks.session_workers:{workflow.__name__}",
         "rollout.replicas=1",
         "train.groups_per_step=8",
         "asynchrony.max_staleness=1",
         f"run.steps={steps}",
     ]
     rows, _ = train(sorter("short"), *overrides)
-    return median(row["time/step"] for row in rows[2:] if "time/step" in row)
+    return {"step_s": median(row["time/step"] for row in rows[2:] if "time/step" in row)}
 
 
 def main() -> None:
     """Measure both ways in turn."""
     options = parser_of(__doc__).parse_args()
     repeats, steps = (1, 4) if options.size == "short" else (3, 22)
-    pairs = [(step_s(0, steps), step_s(1, steps)) for _ in range(repeats)]
+    runs = in_turn(repeats, (Beside, Apart), lambda _, workflow: step_s(workflow, steps))
     print_result(
         {
-            "in_replica_s": median(here for here, _ in pairs),
-            "in_host_s": median(there for _, there in pairs),
-            "speedup": median(here / there for here, there in pairs),
-            "speedups": sorted(here / there for here, there in pairs),
+            "beside_s": spread([run["step_s"] for run in runs[Beside]]),
+            "apart_s": spread([run["step_s"] for run in runs[Apart]]),
+            "speedup": ratios(runs[Beside], runs[Apart], "step_s"),
         }
     )
 
