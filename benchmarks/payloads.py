@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.measure import Size, in_turn, parser_of, print_result, spreads
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.routing.request_router import Claim, Place, _Tokens
+from rlsys.routing.request_router import Claim, KnownReplica, _Tokens
 from rlsys.routing.requests import Chunk, Completion, Request
 from rlsys.types import EngineStats, Episode, Group, GroupKey, Task, Trajectory, Turn, VersionSpan
 from workers.engines.stepping import EngineJob, progress_of
@@ -167,7 +167,7 @@ def chunks(size: Size) -> Mapping[str, float]:
             for _, chunk in pickle.loads(pickle.dumps(await stream._message())):
                 assert isinstance(chunk, Chunk), chunk
                 tokens.add(chunk.more)
-                claim.note(Place(replica=replica), chunk)
+                claim.note(KnownReplica(replica=replica), chunk)
             spent[end] = time.process_time() - began
         stream.close()
         return spent

@@ -30,7 +30,7 @@ from typing import ClassVar, Literal, Self, TypeAlias, cast, get_args
 
 from benchmarks.measure import in_turn, ratios, spreads
 from rlsys.agents.workflow import Session, Workflow
-from rlsys.routing.request_router import Claim, Place, RequestRouter
+from rlsys.routing.request_router import Claim, KnownReplica, RequestRouter
 from rlsys.routing.requests import Request
 from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
 from tests.replicas import Shelf, replica_of, weights_of
@@ -103,7 +103,7 @@ class Router(RequestRouter):
     num_tokens = num_away = 0
     """Tokens of groups that have ended, and those of them that another replica than the holder sampled."""
 
-    def _serves(self, place: Place, claim: Claim) -> bool:
+    def _serves(self, place: KnownReplica, claim: Claim) -> bool:
         is_holder = claim.hold is not None and claim.hold.replica == place.name
         return super()._serves(place, claim) and (is_holder or self.routing == "turn")
 

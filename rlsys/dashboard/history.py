@@ -12,7 +12,7 @@ from rlsys.dashboard.failures import Failures
 from rlsys.dashboard.groups import Groups
 from rlsys.dashboard.paces import Paces
 from rlsys.dashboard.replicas import Replicas
-from rlsys.dashboard.run_files import Chunk, Tail
+from rlsys.dashboard.run_files import FileChunk, Tail
 from rlsys.dashboard.series import SeriesColumns
 from rlsys.dashboard.spans import PREFIX, Spans
 from rlsys.monitoring.alerts import Alarms
@@ -80,7 +80,7 @@ class EventHistory:
         for chunk in self._events.read():
             self._take_events(chunk)
 
-    def _take_events(self, chunk: Chunk) -> None:
+    def _take_events(self, chunk: FileChunk) -> None:
         others = [line for line in chunk.data.split(b"\n") if line and not line.startswith(PREFIX)]
         self.spans.note(chunk)
         if self.spans.last_s is not None:

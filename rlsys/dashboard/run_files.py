@@ -15,7 +15,7 @@ from typing import NamedTuple
 CHUNK_BYTES = 256 * 1024
 
 
-class Chunk(NamedTuple):
+class FileChunk(NamedTuple):
     """Consecutive complete lines of a file."""
 
     offset: int
@@ -52,7 +52,7 @@ class Tail:
         found = self._stat()
         return found.st_size if found else 0
 
-    def read(self) -> Iterator[Chunk]:
+    def read(self) -> Iterator[FileChunk]:
         """Read the lines appended since the last call, in chunks of about `CHUNK_BYTES`. Empty without a file."""
         if self._path is None or self.size <= self._offset:
             return
@@ -68,7 +68,7 @@ class Tail:
                 kept += data
                 end = kept.rfind(b"\n") + 1
                 if end:
-                    chunk = Chunk(self._offset, kept[:end])
+                    chunk = FileChunk(self._offset, kept[:end])
                     self._offset, kept = self._offset + end, kept[end:]
                     yield chunk
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
-from rlsys.dashboard.run_files import CHUNK_BYTES, Chunk
+from rlsys.dashboard.run_files import CHUNK_BYTES, FileChunk
 
 PREFIX = b'{"kind":"worker_busy"'
 """Beginning of these lines, as `JsonlSink` writes them."""
@@ -81,7 +81,7 @@ class Spans:
         """Damaged lines of the summarised blocks."""
         return sum(block.num_corrupt for block in self._blocks)
 
-    def note(self, chunk: Chunk) -> None:
+    def note(self, chunk: FileChunk) -> None:
         """Add a chunk of lines of all kinds."""
         num_lines = chunk.data.startswith(PREFIX) + chunk.data.count(b"\n" + PREFIX)
         if not num_lines:

@@ -95,7 +95,7 @@ class ReplicaWork:
 
 
 @dataclass(eq=False, kw_only=True)
-class Place(ReplicaWork):
+class KnownReplica(ReplicaWork):
     """A replica as one router knows it."""
 
     replica: Replica
@@ -177,7 +177,7 @@ class Claim:
     """The last holder that was lost."""
     num_moves: int = 0
     """Times that one of its requests went on elsewhere."""
-    prefixes: KnownPrefixes[tuple[Place, int]] = field(default_factory=KnownPrefixes)
+    prefixes: KnownPrefixes[tuple[KnownReplica, int]] = field(default_factory=KnownPrefixes)
     """By prompt, and by prompt with reply: the place that has it, and its length."""
     _again: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -186,7 +186,7 @@ class Claim:
         """True if its tokens are all of one version."""
         return self.wanted is not None and self.wanted.hash is not None
 
-    def note(self, place: Place, chunk: Chunk) -> None:
+    def note(self, place: KnownReplica, chunk: Chunk) -> None:
         """Note what a chunk of one of its requests tells."""
         self.vouched |= dict.fromkeys(chunk.weights)
         self.pulls += chunk.pulls
@@ -223,7 +223,7 @@ class _Waiter:
     weight: int = field(compare=False)
     claim: Claim = field(compare=False)
     prompt_ids: tuple[int, ...] = field(compare=False)
-    place: asyncio.Future[Place | None] = field(compare=False)
+    place: asyncio.Future[KnownReplica | None] = field(compare=False)
     """None: look again, because replicas came or went."""
 
 
@@ -233,7 +233,7 @@ class RequestRouter:
     def __init__(self, replicas: Iterable[Replica] = (), max_losses: int = 3) -> None:
         """`max_losses`: a request that loses so many replicas one after the other, without a token between, raises the
         error of the last one."""
-        self._places: list[Place] = [Place(replica=replica) for replica in replicas]
+        self._places: list[KnownReplica] = [KnownReplica(replica=replica) for replica in replicas]
         self._max_losses = max_losses
         self._lost: set[str] = set()
         """Names of replicas that have died."""
@@ -248,7 +248,7 @@ class RequestRouter:
         again."""
         known = {place.name: place for place in self._places}
         fresh = [replica for replica in replicas if replica.name not in self._lost]
-        self._places = [known.get(replica.name) or Place(replica=replica) for replica in fresh]
+        self._places = [known.get(replica.name) or KnownReplica(replica=replica) for replica in fresh]
         for place in self._places:
             place.is_stuck = place.name in stuck
         names = {replica.name for replica in fresh}
@@ -347,7 +347,7 @@ class RequestRouter:
                 place.num_claims += 1
         return claim
 
-    async def _held(self, place: Place, wanted: WeightsWanted) -> Hold | None:
+    async def _held(self, place: KnownReplica, wanted: WeightsWanted) -> Hold | None:
         """Hold weights at a place. No call is made where there is nothing to hold, and the weights are known."""
         if place.is_free and place.fits(wanted):
             return Hold("", place.name, place.held)
@@ -356,7 +356,7 @@ class RequestRouter:
             self._note_hold(place, hold)
         return hold
 
-    def _note_hold(self, place: Place, hold: Hold) -> None:
+    def _note_hold(self, place: KnownReplica, hold: Hold) -> None:
         place.is_fixed, place.is_free, place.held = hold.held is None, not hold.id, hold.held or place.held
 
     def _release(self, hold: Hold) -> None:
@@ -365,13 +365,13 @@ class RequestRouter:
         place.num_claims -= 1
         self._let_go(place, hold)
 
-    def _let_go(self, place: Place, hold: Hold) -> None:
+    def _let_go(self, place: KnownReplica, hold: Hold) -> None:
         """Release a hold in the background: a replica that does not answer has it no more, or will answer."""
         task = asyncio.create_task(_released(place.replica, hold))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _holder(self, claim: Claim) -> Place:
+    async def _holder(self, claim: Claim) -> KnownReplica:
         """The place for a claim: with the fewest groups, then of those with the weights wanted, then with the least to
         do. Waits for a replica; unblocked by `meet`."""
         while not self._places:
@@ -403,7 +403,7 @@ class RequestRouter:
                     self._note_hold(holder, hold)
                     holder.num_claims += 1
 
-    async def _held_elsewhere(self, claim: Claim, but: Place) -> Hold | None:
+    async def _held_elsewhere(self, claim: Claim, but: KnownReplica) -> Hold | None:
         assert claim.wanted is not None
         for place in [place for place in self._places if place is not but]:
             try:
@@ -496,7 +496,7 @@ class RequestRouter:
             return scored
         raise AssertionError("unreachable")
 
-    async def _ready(self, place: Place, claim: Claim) -> None:
+    async def _ready(self, place: KnownReplica, claim: Claim) -> None:
         """Return once a place has weights no older than wanted. One call serves all requests that wait for it."""
         if claim.wanted is None or claim.is_exact:
             return
@@ -506,7 +506,7 @@ class RequestRouter:
         if (hold := await asyncio.shield(place.pulling)) is not None:
             self._note_hold(place, hold)
 
-    async def _place(self, prompt_ids: tuple[int, ...], weight: int, claim: Claim) -> Place | None:
+    async def _place(self, prompt_ids: tuple[int, ...], weight: int, claim: Claim) -> KnownReplica | None:
         """Return the place for a request, which counts there from now; None if replicas came or went meanwhile.
 
         Waits for room; unblocked by the end of another request, in order of claims.
@@ -526,7 +526,7 @@ class RequestRouter:
                 self._wake()
             raise
 
-    def _chosen(self, waiter: _Waiter) -> Place | None:
+    def _chosen(self, waiter: _Waiter) -> KnownReplica | None:
         """The place for a waiting request, which counts there from now; None if it must wait."""
         claim = waiter.claim
         fit = [place for place in self._places if self._serves(place, claim)]
@@ -540,14 +540,14 @@ class RequestRouter:
             place.add(waiter.weight)
         return place
 
-    def _serves(self, place: Place, claim: Claim) -> bool:
+    def _serves(self, place: KnownReplica, claim: Claim) -> bool:
         """True if a place has the weights of a claim, or can pull them, and the claim was not moved away from it."""
         if claim.hold is not None and claim.hold.replica == place.name:
             return True
         return place.name not in claim.left and (place.fits(claim.wanted) or not claim.is_exact)
 
     def _wake(self) -> None:
-        """Place waiting requests, in order, as long as a place has room."""
+        """KnownReplica waiting requests, in order, as long as a place has room."""
         kept: list[_Waiter] = []
         while self._waiting and any(place.has_room for place in self._places):
             waiter = heappop(self._waiting)
@@ -569,10 +569,10 @@ class RequestRouter:
 
     # ------------------------------------------------------------------------------------------------------- replicas
 
-    def _named(self, name: str) -> Place | None:
+    def _named(self, name: str) -> KnownReplica | None:
         return next((place for place in self._places if place.name == name), None)
 
-    def _lose(self, place: Place, error: WorkerError) -> None:
+    def _lose(self, place: KnownReplica, error: WorkerError) -> None:
         """Use a replica no more, or for a while if it only did not answer in time."""
         if place not in self._places:
             return
@@ -594,7 +594,7 @@ class RequestRouter:
             assert claim.hold is not None
             claim.lost, claim.hold = claim.hold.replica, None
 
-    def _return(self, place: Place) -> None:
+    def _return(self, place: KnownReplica) -> None:
         if place.name not in self._lost and self._named(place.name) is None:
             self.meet([*(other.replica for other in self._places), place.replica])
 

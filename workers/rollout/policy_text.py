@@ -147,7 +147,7 @@ class RoutedPolicy(PolicyText):
             sampling = replace(sampling, max_new_tokens=most, stop=(*sampling.stop, *stop))
         replies = self._replies_in(prompt_ids)
         request = Request(f"{self.prefix}/{next(self._numbers)}", prompt_ids, sampling, seed, sampled=replies)
-        take = None if tell is None else _Reader(self.codec, tell).take
+        take = None if tell is None else _ReplyReader(self.codec, tell).take
         try:
             done = await self.router.generate(request, self.claim, take)
         except LOSSES as error:
@@ -179,7 +179,7 @@ class RoutedPolicy(PolicyText):
 
 
 @dataclass
-class _Reader:
+class _ReplyReader:
     """Text of a reply while it is sampled, without a character that its next token completes."""
 
     codec: TextTokenizer

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import WorkerDied, WorkerError
-from rlsys.routing.request_router import Claim, Place, RequestRouter, cheapest, request_weight
+from rlsys.routing.request_router import Claim, KnownReplica, RequestRouter, cheapest, request_weight
 from rlsys.routing.requests import Chunk, Completion, Request, WeightsWanted
 from rlsys.testing import ScriptedReplica, seeded_tokens
 from rlsys.types import Acknowledged, EngineStats, ReplicaLoad, Sampling, VersionSpan
@@ -36,9 +36,9 @@ async def turns(num: int) -> None:
         await asyncio.sleep(0)
 
 
-def place(name: str, weight: int = 0, slots: int = 64, speed: float = 0.0, others: int = 0) -> Place:
+def place(name: str, weight: int = 0, slots: int = 64, speed: float = 0.0, others: int = 0) -> KnownReplica:
     load = ReplicaLoad(name, 0, EngineStats(0, 0, 0.0, 0), num_slots=slots, tokens_per_s=speed)
-    return Place(replica=ScriptedReplica(name), num_running=weight, weight=weight, others=others, reported=load)
+    return KnownReplica(replica=ScriptedReplica(name), num_running=weight, weight=weight, others=others, reported=load)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
