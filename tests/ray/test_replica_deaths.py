@@ -114,15 +114,15 @@ def test_requests_of_a_dead_replica_go_on_elsewhere_from_their_last_tokens(clust
 
     async def scenario(pool: RolloutPool) -> None:
         groups = [asyncio.create_task(pool.run(assignment(n))) for n in range(4)]
-        before = await busy(pool, SIZE * 100)  # older than a second: their tokens are sent as they come
+        before = await busy(pool, 2 * SIZE * 150)  # older than a second: their tokens are sent as they come
         pool.members[0].worker.kill()
         ends = await asyncio.gather(*groups)
         tokens = [t for end in ends for e in payload_of(end) for t in e.trajectories[0].turns]
         assert all(len(turn.output_ids) == NUM_TOKENS for turn in tokens)
         after = await sampled(pool)
         total = before["rollout-0"] + sum(num for name, num in after.items() if name != "rollout-0")
-        num_requests, per_request = 4 * SIZE, 1.0 / TICK_S  # 50 ms of tokens are on their way, more on a busy machine
-        assert 0 <= total - num_requests * NUM_TOKENS <= num_requests * per_request
+        num_again = total - 4 * SIZE * NUM_TOKENS
+        assert 0 <= num_again <= before["rollout-0"] / 2, "some were on their way, more on a busy machine; not all"
         assert not any("session" in failure.worker for failure in crew.failures)
 
     crew.played(scenario)
