@@ -36,7 +36,7 @@ class Plan:
     num_gpus: float
     roles: tuple[Role, ...]
     caution: str = ""
-    """What this staleness costs with this algorithm; empty if nothing."""
+    """Cost of this staleness with this algorithm; empty if there is none."""
     policies: tuple[tuple[str, Plan | None], ...] = ()
     """Name and plan of each of several policies; None if frozen. The figures above then belong to no policy."""
 

@@ -714,7 +714,7 @@ class Config(Section):
 
     @property
     def staleness_caution(self) -> str:
-        """What this staleness costs with this algorithm although it is safe, and the remedy; empty if nothing."""
+        """Cost of a safe staleness with this algorithm, and the remedy; empty if there is none."""
         return self.algorithm.staleness_caution(self.staleness_bound, self.train.updates_per_step)
 
     @property

@@ -61,10 +61,10 @@ async def served(config: Config, name: str, token: str) -> AsyncIterator[PolicyS
     async with live_policies(config) as policies:
         route = policies[POLICY]
 
-        def opened(drawing: Drawing) -> Policy:
+        def open_policy(drawing: Drawing) -> Policy:
             return sampling_as(route, temperature=drawing.temperature, top_p=drawing.top_p)
 
-        yield PolicyServer(opened, name, token)
+        yield PolicyServer(open_policy, name, token)
 
 
 async def _serve(config: Config, name: str, host: str, port: int, token: str, tell: Callable[[str], object]) -> None:

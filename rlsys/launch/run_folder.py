@@ -57,7 +57,7 @@ def start_of(config: Config) -> Start:
     is_url = "://" in resume
     if is_url and own.checkpoint is not None:
         return own  # the other need not be fetched again
-    other = _fetched(f"{resume.rstrip('/')}/checkpoints", run / FETCHED) if is_url else _newest_in(Path(resume))
+    other = _fetch(f"{resume.rstrip('/')}/checkpoints", run / FETCHED) if is_url else _newest_in(Path(resume))
     if other.checkpoint is None:
         raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
     return other if own.checkpoint is None else own
@@ -75,14 +75,14 @@ def _newest_of(config: Config) -> Start:
     try:
         own = _newest_in(config.run_dir)
     except CheckpointError as error:
-        fetched = _fetched(config.copies, config.run_dir / "checkpoints")
+        fetched = _fetch(config.copies, config.run_dir / "checkpoints")
         if fetched.checkpoint is None:
             raise
         return Start(fetched.checkpoint, [str(error), *fetched.passed_over])
-    return _fetched(config.copies, config.run_dir / "checkpoints") if own.checkpoint is None else own
+    return _fetch(config.copies, config.run_dir / "checkpoints") if own.checkpoint is None else own
 
 
-def _fetched(copies: str, into: Path) -> Start:
+def _fetch(copies: str, into: Path) -> Start:
     return Start(*RemoteCheckpoints(copies).fetch_newest(into))
 
 

@@ -55,7 +55,7 @@ def request_weight(num_tokens: int) -> int:
 
 @dataclass(eq=False)
 class ReplicaWork:
-    """What one replica has to do, as one router knows it."""
+    """Work of one replica, as one router knows it."""
 
     num_running: int = 0
     """Requests of this router there."""
@@ -153,7 +153,7 @@ def cheapest(places: Sequence[W], weight: int, home: W | None = None, saved: int
 
 @dataclass(eq=False)
 class Claim:
-    """What the requests of one group have in common: the weights wanted, and what is known of those that they got."""
+    """Weights that the requests of one group want, and a record of the weights that they got."""
 
     order: int
     """Requests with a smaller order are placed first."""
@@ -175,8 +175,6 @@ class Claim:
     """Replicas that it was moved away from."""
     lost: str = ""
     """The last holder that was lost."""
-    num_moves: int = 0
-    """Times that one of its requests went on elsewhere."""
     prefixes: KnownPrefixes[tuple[KnownReplica, int]] = field(default_factory=KnownPrefixes)
     """By prompt, and by prompt with reply: the place that has it, and its length."""
     _again: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -206,7 +204,7 @@ class _Tokens:
 
     def whole(self) -> Completion | None:
         """All tokens so far; None if there are none and no end."""
-        self._parts = [Completion.joined(self._parts)] if self._parts else []
+        self._parts = [Completion.join(self._parts)] if self._parts else []
         return self._parts[0] if self._parts else None
 
     def begun(self) -> Completion | None:
@@ -275,7 +273,7 @@ class RequestRouter:
             place = await self._holder(claim)
             place.num_claims += 1
             try:
-                hold = await self._held(place, wanted)
+                hold = await self._hold_at(place, wanted)
             except LOSSES as error:
                 self._lose(place, error)
                 if num_losses >= self._max_losses:
@@ -312,7 +310,7 @@ class RequestRouter:
     async def move(self, source: str, to: str) -> int:
         """Hold the weights of the groups of `source` at `to` instead, if that has the same ones; their requests go on
         there once `source` aborts them. Returns the number of groups that moved."""
-        taker, num_moved = self._named(to), 0
+        taker, num_moved = self._find(to), 0
         if taker is None or source == to:
             return 0
         for claim in [claim for claim in self._claims if claim.hold is not None and claim.hold.replica == source]:
@@ -324,7 +322,7 @@ class RequestRouter:
                 break
             if hold is None or claim not in self._claims or claim.hold is None:
                 if hold is not None:
-                    self._release(hold)
+                    self._let_go(taker, hold)
                 continue
             before, claim.hold = claim.hold, hold
             claim.left.add(source)
@@ -343,11 +341,11 @@ class RequestRouter:
         if hold.id:
             assert hold.held is not None
             claim.hold, claim.wanted = hold, WeightsWanted(hold.held.version, hold.held.hash)
-            if (place := self._named(hold.replica)) is not None:
+            if (place := self._find(hold.replica)) is not None:
                 place.num_claims += 1
         return claim
 
-    async def _held(self, place: KnownReplica, wanted: WeightsWanted) -> Hold | None:
+    async def _hold_at(self, place: KnownReplica, wanted: WeightsWanted) -> Hold | None:
         """Hold weights at a place. No call is made where there is nothing to hold, and the weights are known."""
         if place.is_free and place.fits(wanted):
             return Hold("", place.name, place.held)
@@ -360,14 +358,14 @@ class RequestRouter:
         place.is_fixed, place.is_free, place.held = hold.held is None, not hold.id, hold.held or place.held
 
     def _release(self, hold: Hold) -> None:
-        if (place := self._named(hold.replica)) is None:
+        if (place := self._find(hold.replica)) is None:
             return
         place.num_claims -= 1
         self._let_go(place, hold)
 
     def _let_go(self, place: KnownReplica, hold: Hold) -> None:
         """Release a hold in the background: a replica that does not answer has it no more, or will answer."""
-        task = asyncio.create_task(_released(place.replica, hold))
+        task = asyncio.create_task(_release_at(place.replica, hold))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -395,15 +393,15 @@ class RequestRouter:
                     self._lose(place, error)
                     loss = error
                     continue
-                if hold is None and (hold := await self._held_elsewhere(claim, place)) is None:
+                if hold is None and (hold := await self._hold_elsewhere(claim, place)) is None:
                     detail = f"no other replica has version {claim.wanted.version}: the group is rolled out again"
                     raise WorkerDied(claim.lost, "sampling", detail if loss is None else f"{loss.detail}; {detail}")
                 claim.hold = hold
-                if (holder := self._named(hold.replica)) is not None:
+                if (holder := self._find(hold.replica)) is not None:
                     self._note_hold(holder, hold)
                     holder.num_claims += 1
 
-    async def _held_elsewhere(self, claim: Claim, but: KnownReplica) -> Hold | None:
+    async def _hold_elsewhere(self, claim: Claim, but: KnownReplica) -> Hold | None:
         assert claim.wanted is not None
         for place in [place for place in self._places if place is not but]:
             try:
@@ -470,7 +468,6 @@ class RequestRouter:
             elif last is not None:
                 claim.left.add(place.name)  # it is drained, or about to change its weights
             await asyncio.sleep(0)  # a replica of this process may have refused without a turn of the event loop
-            claim.num_moves += 1
 
     async def score(self, token_ids: tuple[int, ...], claim: Claim) -> Scored:
         """Return logprobs of given tokens. Goes on elsewhere as `generate` does."""
@@ -478,7 +475,7 @@ class RequestRouter:
         for num_losses in count(1):
             if claim.is_exact and claim.hold is None:
                 await self._hold_again(claim, loss)
-            place = self._named(claim.hold.replica) if claim.hold is not None else await self._holder(claim)
+            place = self._find(claim.hold.replica) if claim.hold is not None else await self._holder(claim)
             if place is None:
                 continue
             try:
@@ -514,7 +511,7 @@ class RequestRouter:
         waiter = _Waiter(
             (claim.order, next(self._numbers)), weight, claim, prompt_ids, asyncio.get_running_loop().create_future()
         )
-        if not self._waiting and (place := self._chosen(waiter)) is not None:
+        if not self._waiting and (place := self._choose(waiter)) is not None:
             return place
         heappush(self._waiting, waiter)
         self._wake()
@@ -526,7 +523,7 @@ class RequestRouter:
                 self._wake()
             raise
 
-    def _chosen(self, waiter: _Waiter) -> KnownReplica | None:
+    def _choose(self, waiter: _Waiter) -> KnownReplica | None:
         """The place for a waiting request, which counts there from now; None if it must wait."""
         claim = waiter.claim
         fit = [place for place in self._places if self._serves(place, claim)]
@@ -547,13 +544,13 @@ class RequestRouter:
         return place.name not in claim.left and (place.fits(claim.wanted) or not claim.is_exact)
 
     def _wake(self) -> None:
-        """KnownReplica waiting requests, in order, as long as a place has room."""
+        """Place waiting requests, in order, as long as a place has room."""
         kept: list[_Waiter] = []
         while self._waiting and any(place.has_room for place in self._places):
             waiter = heappop(self._waiting)
             if waiter.place.done():
                 continue
-            if (place := self._chosen(waiter)) is None:
+            if (place := self._choose(waiter)) is None:
                 kept.append(waiter)
             else:
                 waiter.place.set_result(place)
@@ -569,7 +566,7 @@ class RequestRouter:
 
     # ------------------------------------------------------------------------------------------------------- replicas
 
-    def _named(self, name: str) -> KnownReplica | None:
+    def _find(self, name: str) -> KnownReplica | None:
         return next((place for place in self._places if place.name == name), None)
 
     def _lose(self, place: KnownReplica, error: WorkerError) -> None:
@@ -595,10 +592,10 @@ class RequestRouter:
             claim.lost, claim.hold = claim.hold.replica, None
 
     def _return(self, place: KnownReplica) -> None:
-        if place.name not in self._lost and self._named(place.name) is None:
+        if place.name not in self._lost and self._find(place.name) is None:
             self.meet([*(other.replica for other in self._places), place.replica])
 
 
-async def _released(replica: Replica, hold: Hold) -> None:
+async def _release_at(replica: Replica, hold: Hold) -> None:
     with suppress(*LOSSES):  # its holds are gone with it
         await replica.release(hold)

@@ -82,7 +82,7 @@ class Request:
     hold: str = ""
     """Hold of its group on the weights of the replica; empty without one."""
     is_read: bool = False
-    """True if somebody reads the tokens as they come: chunks then do not wait until the request is old."""
+    """True if a reader follows the reply: its chunks then do not wait until the request is old."""
 
     @property
     def num_begun(self) -> int:
@@ -122,10 +122,10 @@ class Completion:
 
     def then(self, more: Completion) -> Completion:
         """This completion followed by `more`; it ends as `more` does."""
-        return Completion.joined([self, more])
+        return Completion.join([self, more])
 
     @classmethod
-    def joined(cls, parts: Sequence[Completion]) -> Completion:
+    def join(cls, parts: Sequence[Completion]) -> Completion:
         """Join consecutive parts, one at least; the whole ends as the last one does."""
         if len(parts) == 1:
             return parts[0]

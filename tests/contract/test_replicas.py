@@ -115,7 +115,7 @@ def test_chunks_make_the_whole_reply_with_acknowledged_versions(make: Make, is_r
         kit = make(True)
         hold = await held(kit)
         *early, last = await sampled(kit, replace(ask(hold), is_read=is_read))
-        done = Completion.joined([chunk.more for chunk in (*early, last)])
+        done = Completion.join([chunk.more for chunk in (*early, last)])
         assert (done.output_ids, done.finish) == (tokens(NUM_TOKENS), "length")
         assert done.versions == (VersionSpan(0, NUM_TOKENS),)
         assert {w for chunk in (*early, last) for w in chunk.weights} == {hold.held}
@@ -131,7 +131,7 @@ def test_a_request_goes_on_from_the_tokens_it_brings(make: Make):
         hold = await held(kit)
         begun = Completion(tokens(7), (0.0,) * 7, (VersionSpan(0, 7),), None)
         chunks = await sampled(kit, replace(ask(hold), begun=begun))
-        assert begun.output_ids + Completion.joined([c.more for c in chunks]).output_ids == tokens(NUM_TOKENS)
+        assert begun.output_ids + Completion.join([c.more for c in chunks]).output_ids == tokens(NUM_TOKENS)
         assert kit.num_sampled() == NUM_TOKENS - 7
 
     run(scenario())
@@ -157,11 +157,11 @@ def test_a_drain_aborts_a_request_with_its_tokens(make: Make):
         await until(lambda: kit.num_sampled() >= 3)
         await kit.drain()
         chunks = await running
-        done = Completion.joined([chunk.more for chunk in chunks])
+        done = Completion.join([chunk.more for chunk in chunks])
         assert (done.finish, chunks[-1].reason) == ("abort", "drained")
         assert done.output_ids == tokens(kit.num_sampled())
         again = replace(ask(hold, new=99), begun=replace(done, finish=None))
-        rest = Completion.joined([chunk.more for chunk in await sampled(kit, again)])
+        rest = Completion.join([chunk.more for chunk in await sampled(kit, again)])
         assert (done.output_ids + rest.output_ids, rest.finish) == (tokens(99), "length"), "it serves afterwards"
 
     run(scenario())

@@ -82,7 +82,7 @@ class LiveGroup:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRoad:
-    """How one policy speaks: its text, and the router of its requests."""
+    """Text of one policy, and the router of its requests."""
 
     text: PolicyText
     router: RequestRouter

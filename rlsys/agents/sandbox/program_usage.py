@@ -79,7 +79,7 @@ class StoredFiles:
 class WrittenBytes:
     """Bytes that a program has written by system calls, or, if more, to disks by these and through mapped memory.
 
-    The file with the counts stays open, because nobody but root can open it once the program's main thread has ended.
+    The file with the counts stays open, because only root can open it once the program's main thread has ended.
     Other threads may go on writing then.
     """
 

@@ -55,7 +55,7 @@ class Reader:
         return [part for part in parts if isinstance(part, Chunk)]
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        return Completion.joined([chunk.more for chunk in self.chunks(name)]).output_ids
+        return Completion.join([chunk.more for chunk in self.chunks(name)]).output_ids
 
 
 def read(requests: Sequence[Request], num_streams: int = 1) -> Reader:
@@ -107,7 +107,7 @@ def test_no_token_is_sent_twice_nor_those_sampled_elsewhere(num_begun: int, is_r
     request = ask("a", LONG, num_begun=num_begun, is_read=is_read)
     reader = read([request, ask("bb", 9)])
     assert reader.tokens("a") == tuple(own_tokens(request)[num_begun:LONG])
-    done = Completion.joined([chunk.more for chunk in reader.chunks("a")])
+    done = Completion.join([chunk.more for chunk in reader.chunks("a")])
     assert (done.versions, done.finish) == ((VersionSpan(0, LONG - num_begun),), "length")
 
 
@@ -197,7 +197,7 @@ class Pair:
         self.replica = RemoteReplica(self.remote, "policy", "session-0")
 
     async def sampled(self, request: Request) -> tuple[int, ...]:
-        return Completion.joined([chunk.more async for chunk in self.replica.generate(request)]).output_ids
+        return Completion.join([chunk.more async for chunk in self.replica.generate(request)]).output_ids
 
 
 def test_requests_of_one_turn_travel_together():
