@@ -25,11 +25,10 @@ from rlsys.testing import ScriptedPolicy
 from rlsys.testing import played as play
 from rlsys.types import OK, Assignment, Distribution, Episode, Group, GroupKey, Json, Message, Prompt, Task, VersionSpan
 from tests.models import tiny_sorter
-from tests.replicas import Shelf, played, scripted, worker_of
+from tests.replicas import Shelf, played, replica_of, scripted, sessions_of
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import EngineSpec
 from workers.engines.local import LocalEngine
-from workers.rollout.session_worker import SessionWorker
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
 from workers.train.logprobs import score
@@ -174,22 +173,24 @@ def local_engine(model: torch.nn.Module) -> LocalEngine:
     return LocalEngine(model, spec, stop_token_ids=frozenset({1}), name="rollout-0")  # type: ignore[arg-type]
 
 
-def player(engine: LocalEngine | ScriptedEngine, shelf: Shelf | None = None) -> SessionWorker:
-    return worker_of(shelf, engine, workflow=Offline(), num_tokens=NUM_NEW)
+def rolled_out(
+    engine: LocalEngine | ScriptedEngine, *rows: Task, shelf: Shelf | None = None
+) -> list[tuple[Group, tuple[Episode, ...]]]:
+    """The groups of the rows, played with the engine, which is closed after them."""
+    replica = replica_of(shelf, engine)
+    worker = sessions_of(replica, workflow=Offline(), num_tokens=NUM_NEW)
 
-
-def rolled_out(worker: SessionWorker, *rows: Task) -> list[tuple[Group, tuple[Episode, ...]]]:
     async def scenario() -> list[tuple[Group, tuple[Episode, ...]]]:
         assignments = [Assignment(GroupKey(group_id, 1), row, 1, 0, seed=1) for group_id, row in enumerate(rows)]
         done = await asyncio.gather(*(worker.run(one) for one in assignments))
         return [(rolled[0], payload) for rolled, payload in done]
 
-    return played([worker], scenario)
+    return played([worker, replica], scenario)
 
 
 def test_recorded_tokens_have_engine_logprobs_and_the_stop_token() -> None:
     model = tiny_sorter()
-    ((group, payload),) = rolled_out(player(local_engine(model)), task(completion="021", label=False))
+    ((group, payload),) = rolled_out(local_engine(model), task(completion="021", label=False))
     (turn,) = payload[0].trajectories[0].turns
     assert turn.output_ids == (*TextTokenizer(build_tokenizer()).encode("021"), 1)
     (expected,) = score(tiny_sorter(), [s for _, s in samples_in(payload)], SAMPLED, max_tokens=64)
@@ -206,10 +207,10 @@ def test_a_completion_that_ends_already_is_not_ended_twice() -> None:
 @pytest.mark.parametrize(("prompt", "completion"), [("12>", "0123456"), ("1" * 60, "012345")])
 def test_an_overlong_recorded_completion_is_refused_as_too_long(prompt: str, completion: str) -> None:
     fits = task(prompt, completion=completion[:-1], label=True)
-    ((group, _),) = rolled_out(player(local_engine(tiny_sorter())), fits)
+    ((group, _),) = rolled_out(local_engine(tiny_sorter()), fits)
     assert group.num_trained == len(completion)
     with pytest.raises(TaskTooLong, match=r"encoding a recorded completion: . tokens .*rollout\.max_new_tokens"):
-        rolled_out(player(local_engine(tiny_sorter())), task(prompt, completion=completion, label=True))
+        rolled_out(local_engine(tiny_sorter()), task(prompt, completion=completion, label=True))
 
 
 class Changing(ScriptedEngine):
@@ -225,14 +226,14 @@ class Changing(ScriptedEngine):
 
 def test_tokens_are_stamped_with_the_version_they_were_scored_under() -> None:
     engine = Changing(lambda request: "", version=0)
-    ((group, payload),) = rolled_out(player(engine), task(completion="021", label=True))
+    ((group, payload),) = rolled_out(engine, task(completion="021", label=True))
     assert group.versions == (VersionSpan(1, 4),)
     assert payload[0].trajectories[0].turns[0].logprobs == (0.0,) * 4
 
 
 def test_versions_are_those_that_the_replica_vouches_for() -> None:
     engine = scripted("rollout-0")
-    ((group, _),) = rolled_out(player(engine, Shelf(version=3)), task(completion="021", label=True))
+    ((group, _),) = rolled_out(engine, task(completion="021", label=True), shelf=Shelf(version=3))
     assert (group.versions, [w.version for w in group.weights]) == ((VersionSpan(3, 4),), [3])
 
 
@@ -249,7 +250,7 @@ def test_kto_learns_offline_and_engine_logprobs_match_the_trainer(tmp_path: Path
         task(f"{n}>", completion="".join(sorted(n, reverse=i % 2 == 1)), label=i % 2 == 0)
         for i, n in enumerate(numbers)
     ]
-    done = rolled_out(player(local_engine(model)), *rows)
+    done = rolled_out(local_engine(model), *rows)
     groups, payloads = [group for group, _ in done], [payload for _, payload in done]
     kto = KTO(group_size=1, beta=0.5, variant="apo_zero_unpaired")
     settled = kto.finalize_advantages(groups, {})
