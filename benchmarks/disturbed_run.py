@@ -118,12 +118,20 @@ class DisturbedRun:
     def end(self, signal: int, limit_s: float) -> tuple[int, float]:
         """Send a signal to the command; return its exit code, and the seconds until it ended.
 
-        Raises `subprocess.TimeoutExpired` after `limit_s`.
+        Raises `RuntimeError` after `limit_s`, with what the run did last, and the processes that it still has.
         """
         assert self.process is not None
         began_s = time.monotonic()
         self.process.send_signal(signal)
-        code = self.process.wait(limit_s)
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            last = "\n".join(map(str, self.follow()[-10:]))
+            left = ", ".join(child.name() for child in psutil.Process(self.process.pid).children(recursive=True))
+            raise RuntimeError(
+                f"signal {signal} did not end the run within {limit_s:g} s; left: {left}; the last events:\n{last}\n"
+                f"its console:\n{self.console[-2000:]}"
+            ) from None
         self.follow()
         return code, time.monotonic() - began_s
 
