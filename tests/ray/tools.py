@@ -28,3 +28,7 @@ class Blocks(SingleTurn):
         await session.agent("policy").chat(session.task.prompt)
         if session.task.info["block"] == "yes":
             time.sleep(3600)  # noqa: ASYNC251  (that is the fault)
+
+
+class Talks(SingleTurn):
+    """A single turn that claims nothing: it is played in a session worker."""
