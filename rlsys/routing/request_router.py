@@ -433,7 +433,7 @@ class RequestRouter:
             is_holder = claim.hold is not None and claim.hold.replica == place.name
             hold = claim.hold.id if claim.hold is not None and is_holder else ""
             sent = replace(request, begun=tokens.begun(), wanted=claim.wanted, hold=hold, is_read=take is not None)
-            claim.prefixes.put(request.prompt_ids, (place, len(request.prompt_ids)))
+            self._note_prefix(request.prompt_ids, place, claim)
             try:
                 if not place.fits(claim.wanted) and not is_holder:
                     await self._ready(place, claim)
@@ -460,8 +460,7 @@ class RequestRouter:
             if last is not None:
                 place.report(last)
             if done is not None and done.finish in ("stop", "length"):
-                ids = request.prompt_ids + done.output_ids
-                claim.prefixes.put(ids, (place, len(ids)))
+                self._note_prefix(request.prompt_ids + done.output_ids, place, claim)
                 return done
             if last is not None and is_holder and last.reason == "weights" and claim.hold is not None:
                 self._void([claim] if claim.hold.id == hold else [])  # the holder has other weights
@@ -508,11 +507,11 @@ class RequestRouter:
 
         Waits for room; unblocked by the end of another request, in order of claims.
         """
+        if not self._waiting and (place := self._choose(prompt_ids, weight, claim)) is not None:
+            return place
         waiter = _Waiter(
             (claim.order, next(self._numbers)), weight, claim, prompt_ids, asyncio.get_running_loop().create_future()
         )
-        if not self._waiting and (place := self._choose(waiter)) is not None:
-            return place
         heappush(self._waiting, waiter)
         self._wake()
         try:
@@ -523,19 +522,22 @@ class RequestRouter:
                 self._wake()
             raise
 
-    def _choose(self, waiter: _Waiter) -> KnownReplica | None:
-        """The place for a waiting request, which counts there from now; None if it must wait."""
-        claim = waiter.claim
+    def _choose(self, prompt_ids: tuple[int, ...], weight: int, claim: Claim) -> KnownReplica | None:
+        """The place for a request, which counts there from now; None if it must wait."""
         fit = [place for place in self._places if self._serves(place, claim)]
         if not fit and not claim.is_exact:
             fit = self._places
         place = next((place for place in fit if place.replica.is_near and place.has_slot and not place.is_stuck), None)
         if place is None:
-            home, saved = claim.prefixes.longest(waiter.prompt_ids) or (None, 0) if len(fit) > 1 else (None, 0)
-            place = cheapest(fit, waiter.weight, home, saved // PREFIX_TOKENS)
+            home, saved = claim.prefixes.longest(prompt_ids) or (None, 0) if len(fit) > 1 else (None, 0)
+            place = cheapest(fit, weight, home, saved // PREFIX_TOKENS)
         if place is not None:
-            place.add(waiter.weight)
+            place.add(weight)
         return place
+
+    def _note_prefix(self, ids: tuple[int, ...], place: KnownReplica, claim: Claim) -> None:
+        if len(self._places) > 1:  # else it decides nothing
+            claim.prefixes.put(ids, (place, len(ids)))
 
     def _serves(self, place: KnownReplica, claim: Claim) -> bool:
         """True if a place has the weights of a claim, or can pull them, and the claim was not moved away from it."""
@@ -550,7 +552,7 @@ class RequestRouter:
             waiter = heappop(self._waiting)
             if waiter.place.done():
                 continue
-            if (place := self._choose(waiter)) is None:
+            if (place := self._choose(waiter.prompt_ids, waiter.weight, waiter.claim)) is None:
                 kept.append(waiter)
             else:
                 waiter.place.set_result(place)

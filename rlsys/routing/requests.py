@@ -116,6 +116,8 @@ class Completion:
 
     def since(self, num_tokens: int) -> Completion:
         """The part after the first `num_tokens` tokens."""
+        if not num_tokens:
+            return self
         ids, logprobs = self.output_ids[num_tokens:], self.logprobs[num_tokens:]
         spans = spans_after(self.versions, num_tokens)
         return Completion(ids, logprobs, spans, self.finish, self.routing[num_tokens:])

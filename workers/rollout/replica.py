@@ -133,10 +133,10 @@ class EngineReplica:
             self._fail(error)
         finally:
             del self._running[request.id]
-            self._count(-weight)
+            stats = self._count(-weight)
             self._quiet.set()
         reason = running.reason or ("drained" if done.finish == "abort" else None)
-        return self._last(new, reason, weights)
+        return self._last(new, reason, weights, stats)
 
     async def progress(self, known: Mapping[str, int]) -> dict[str, Chunk]:
         """Return new tokens of the running requests among `known`, those after their first `known[id]`, by request id.
@@ -181,11 +181,11 @@ class EngineReplica:
             return None
         if wanted.fits(self.weights.held) and (request.hold in self._holds or not self.weights.is_changing):
             return None
-        return self._last(Completion((), (), (), "abort"), "weights", ())
+        return self._last(Completion((), (), (), "abort"), "weights", (), self.stats())
 
-    def _last(self, more: Completion, reason: AbortReason | None, weights: tuple) -> Chunk:
+    def _last(self, more: Completion, reason: AbortReason | None, weights: tuple, stats: EngineStats) -> Chunk:
         held, pulls = self.weights.held, self.weights.take_pulls()
-        return Chunk(more, weights, reason, self.load(), held, pulls, time.monotonic())
+        return Chunk(more, weights, reason, self._load(stats), held, pulls, time.monotonic())
 
     def _lose(self, failure: WorkerError) -> None:
         self.on_loss(failure)
@@ -196,9 +196,12 @@ class EngineReplica:
         self._lose(failure)
         raise failure
 
-    def _count(self, weight: int) -> None:
-        self._speed.note(self._engine.stats().num_tokens, min(len(self._running), self._num_slots))
+    def _count(self, weight: int) -> EngineStats:
+        """Count a request that came, or with a negative weight one that has ended; return the engine's statistics."""
+        stats = self._engine.stats()
+        self._speed.note(stats.num_tokens, min(len(self._running), self._num_slots))
         self._weight += weight
+        return stats
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -258,7 +261,10 @@ class EngineReplica:
 
     def load(self) -> ReplicaLoad:
         """The current load."""
-        held, stats = self.weights.held, self._engine.stats()
+        return self._load(self.stats())
+
+    def _load(self, stats: EngineStats) -> ReplicaLoad:
+        held = self.weights.held
         return ReplicaLoad(
             self.name,
             self._engine.version if held is None else held.version,
