@@ -1,14 +1,14 @@
 """One run under random faults, one after the other: what they break, and how long each holds the run up.
 
-    python -m benchmarks.chaos [--faults 200 | --quick | --short] [--seed 0]
+    python -m benchmarks.chaos [--faults 200 | --quick | --short] [--seed 0] [--only session,rollout,rollout]
 
 Three raylets on this machine, the tiny sorter trained by PPO with a critic and a KL reference, a rollout replica and a
-relay on each raylet, two reward workers, `max_staleness` 2; `--short` has one raylet. After every fault the run has to
-do further steps; where the fault ends the run, it is resumed.
+relay on each raylet, as many session workers, two reward workers, `max_staleness` 2; `--short` has one raylet. After
+every fault the run has to do further steps; where the fault ends the run, it is resumed.
 
 | fault | what happens |
 | --- | --- |
-| `rollout`, `reward`, `relay`, `reference`, `actor`, `critic` | SIGKILL for one process of the kind |
+| `rollout`, `session`, `reward`, `relay`, `reference`, `actor`, `critic` | SIGKILL for one process of the kind |
 | `frozen ...` | SIGSTOP for one process of the kind |
 | `node` | a raylet other than the head is killed with all that runs on it; another joins |
 | `driver` | SIGKILL for the command |
@@ -59,6 +59,7 @@ from benchmarks.measure import (
     spread,
     train_command,
 )
+from rlsys.agents.workflow import SingleTurn
 from rlsys.loop.checkpoint import find_latest, read_state
 
 CPUS = 12
@@ -73,6 +74,11 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 FILE_LIMIT_S = 2.0
 SHM = Path("/dev/shm")
 SMALL_SHM = 2 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedApart(SingleTurn):
+    """A single turn, as code of a user: it is played in session workers."""
 
 
 @dataclass
@@ -298,6 +304,7 @@ def main() -> None:
     parser = parser_of(__doc__, quick="20 faults")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--only", type=lambda names: names.split(","), help="these faults; a name may come twice")
     arguments = parser.parse_args()
     num_nodes = 1 if arguments.size == "short" else 3
     num_faults = {"full": arguments.faults, "quick": 20, "short": 2}[arguments.size]
@@ -310,7 +317,7 @@ def main() -> None:
             sorter(arguments.size), Path(name), f"ray.address={nodes.address}", "run.steps=1000000",
             "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
             "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
-            "record.rollouts_every=0", "limits.max_attempts=50",
+            "record.rollouts_every=0", "limits.max_attempts=50", f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
         )  # fmt: skip
         chaos = Chaos(DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed))
         chaos.run.start()
@@ -318,7 +325,8 @@ def main() -> None:
             chaos.run.wait_steps(2, LIMIT_S)
             waiting: list[str] = []
             for _ in range(num_faults):  # every fault comes, in random order, before any comes again
-                waiting = waiting or chaos.chance.sample(chaos.faults(), len(chaos.faults()))
+                faults = arguments.only or chaos.faults()
+                waiting = waiting or chaos.chance.sample(faults, len(faults))
                 chaos.strike("actor" if arguments.size == "short" and not chaos.counts else waiting.pop())
                 if chaos.broken:
                     progress(f"broken: {chaos.broken[-1]}")
