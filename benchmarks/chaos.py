@@ -317,7 +317,8 @@ def main() -> None:
             sorter(arguments.size), Path(name), f"ray.address={nodes.address}", "run.steps=1000000",
             "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
             "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
-            "record.rollouts_every=0", "limits.max_attempts=50", f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
+            "record.rollouts_every=0", "limits.max_attempts=50",
+            f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
         )  # fmt: skip
         chaos = Chaos(DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed))
         chaos.run.start()
