@@ -14,6 +14,8 @@ from socket import socketpair
 from types import FrameType, TracebackType
 from typing import Self
 
+STOPPING = b"\nrlsys: stopping; the current step is finished and saved; press again to exit at once\n"
+
 
 class Interruptible:
     """Context in which the first SIGINT, SIGTERM or SIGHUP calls `stop`, and the next one exits at once, with
@@ -55,8 +57,9 @@ class Interruptible:
         self.signal = number
         if number == signal.SIGHUP and self._has_terminal:  # which is gone: no later message may raise
             sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
-        sys.stderr.write("\nrlsys: stopping; the current step is finished and saved; press again to exit at once\n")
         self._loop.call_soon_threadsafe(self.stop)
+        with suppress(OSError):  # nobody reads it any more
+            os.write(sys.stderr.fileno(), STOPPING)  # the signal may have come in the middle of a write to `sys.stderr`
 
 
 @contextmanager

@@ -52,6 +52,37 @@ def test_a_signal_stops_with_its_exit_code(number: signal.Signals):
     assert "press again to exit at once" in said
 
 
+def test_a_signal_in_the_middle_of_a_message_stops():
+    code = """
+import asyncio, io, signal, sys
+from rlsys.util.signals import Interruptible
+
+class Interrupted(io.RawIOBase):
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return 2
+
+    def write(self, data):
+        signal.raise_signal(signal.SIGINT)
+        return len(data)
+
+async def main():
+    stopped = asyncio.Event()
+    with Interruptible(stopped.set) as interruptible:
+        print("a message", file=sys.stderr)
+        await stopped.wait()
+    return 128 + interruptible.signal
+
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted()), line_buffering=True)
+sys.exit(asyncio.run(main()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert "press again to exit at once" in done.stderr
+
+
 def test_the_second_signal_exits_at_once():
     with waiting(GOES_ON) as process:
         process.send_signal(signal.SIGTERM)
