@@ -370,13 +370,16 @@ class RequestRouter:
         task.add_done_callback(self._background.discard)
 
     async def _holder(self, claim: Claim) -> KnownReplica:
-        """The place for a claim: with the fewest groups, then of those with the weights wanted, then with the least to
-        do. Waits for a replica; unblocked by `meet`."""
+        """The place for a claim: near, where the driver has put the group; then with the fewest groups, then of those
+        with the weights wanted, then with the least to do. Waits for a replica; unblocked by `meet`."""
         while not self._places:
             await self._met.wait()
-        return min(
-            self._places, key=lambda p: (p.is_stuck, p.num_claims, not p.fits(claim.wanted), p.weight + p.others)
-        )
+
+        def order(place: KnownReplica) -> tuple[bool, bool, int, bool, int]:
+            is_far, is_other = not place.replica.is_near, not place.fits(claim.wanted)
+            return place.is_stuck, is_far, place.num_claims, is_other, place.weight + place.others
+
+        return min(self._places, key=order)
 
     async def _hold_again(self, claim: Claim, loss: WorkerError | None) -> None:
         """Hold the weights of a claim whose holder was lost, at another replica or at the successor.

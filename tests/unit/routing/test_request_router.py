@@ -333,6 +333,22 @@ def test_the_end_of_a_reply_that_a_dead_replica_could_not_tell_is_not_lost():
     assert run(scenario()).finish == "length"
 
 
+def test_groups_hold_the_weights_of_the_near_replica_where_the_driver_has_put_them():
+    near, far = ScriptedReplica("near"), ScriptedReplica("far")
+    near.is_near = True
+
+    async def scenario() -> set[str]:
+        router = RequestRouter([far, near])
+        claims = [await router.claim(WeightsWanted(0), order) for order in range(6)]
+        holders = {claim.hold.replica for claim in claims if claim.hold is not None}
+        for claim in claims:
+            router.release(claim)
+        await turns(3)
+        return holders
+
+    assert run(scenario()) == {"near"}
+
+
 def test_a_replica_of_this_process_has_what_it_can_start_at_once():
     async def scenario() -> tuple[ScriptedReplica, ScriptedReplica]:
         near, far = ScriptedReplica("near", holds=False, num_slots=3), ScriptedReplica("far", holds=False, num_slots=3)
