@@ -32,6 +32,14 @@ PLACES = {
 }
 
 
+FIRST_STEP = """() => {
+  const chart = document.getElementById("chart-entropy");
+  chart.querySelector("[role=img]").dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
+  return chart.querySelector("[data-testid=unit-x]").textContent === "step 1";
+}"""
+"""Press Home in the chart; true once its cursor is at the first step."""
+
+
 def pressed(page: Page, keys: str) -> None:
     for key in keys.split():
         page.keyboard.press(key)
@@ -207,6 +215,7 @@ def test_keys_look_closer_at_a_chart_and_open_a_step(visit: Visit) -> None:
     expect(chart.get_by_role("button", name="Show all")).to_be_visible()
     pressed(page, "-")
     expect(chart.get_by_role("button", name="Show all")).to_have_count(0)
+    page.wait_for_function(FIRST_STEP)  # the points of the whole run have come
     expect(plot).to_be_focused()
     pressed(page, "Home ArrowRight Enter")
     expect(page.get_by_test_id("title")).to_have_text("Groups of step 2")
