@@ -78,7 +78,7 @@ SMALL_SHM = 2 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedApart(SingleTurn):
-    """A single turn, as code of a user: it is played in session workers."""
+    """A single turn as code of a user, which is not light: session workers play it."""
 
 
 @dataclass

@@ -118,7 +118,7 @@ class DisturbedRun:
     def end(self, signal: int, limit_s: float) -> tuple[int, float]:
         """Send a signal to the command; return its exit code, and the seconds until it ended.
 
-        Raises `RuntimeError` after `limit_s`, with what the run did last, and the processes that it still has.
+        Raises `RuntimeError` after `limit_s`, with the last events of the run, and its processes that are left.
         """
         assert self.process is not None
         began_s = time.monotonic()

@@ -58,8 +58,8 @@ class Interruptible:
         if number == signal.SIGHUP and self._has_terminal:  # which is gone: no later message may raise
             sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
         self._loop.call_soon_threadsafe(self.stop)
-        with suppress(OSError):  # nobody reads it any more
-            os.write(sys.stderr.fileno(), STOPPING)  # the signal may have come in the middle of a write to `sys.stderr`
+        with suppress(OSError):  # the terminal is gone
+            os.write(sys.stderr.fileno(), STOPPING)  # `sys.stderr` may be in the middle of a write, and takes no other
 
 
 @contextmanager

@@ -31,4 +31,4 @@ class Blocks(SingleTurn):
 
 
 class Talks(SingleTurn):
-    """A single turn that claims nothing: it is played in a session worker."""
+    """A single turn as code of a user, which is not light: a session worker plays it."""
