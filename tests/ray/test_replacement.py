@@ -8,14 +8,13 @@ import os
 import re
 import signal
 import time
-from contextlib import suppress
 
-import psutil
 import pytest
 
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.types import POLICY, Assignment, Group, GroupKey, Task
 from tests.jobs import config_of
+from tests.processes import workers_of
 from workers.ray.cluster import NO_MATHS, Resources, log_folder
 from workers.ray.remote_proxy import Remote, start
 from workers.worker_set import WorkerSet
@@ -60,9 +59,7 @@ def test_a_stopped_replica_is_replaced_within_seconds(cluster, model_path, data_
         await crew.ready()
         await crew.lines[POLICY].actor.publish(0)
         await rollouts.run(task)
-        ours = psutil.Process().children(recursive=True)
-        replicas = [process for process in ours if is_replica(process)]
-        max(replicas, key=psutil.Process.create_time).suspend()  # older ones are those of other tests
+        workers_of("RolloutWorker")[-1].suspend()  # older ones are those of other tests
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="rollout-0 while answering a heartbeat: none within 5 s"):
             await rollouts.run(task)
@@ -74,12 +71,6 @@ def test_a_stopped_replica_is_replaced_within_seconds(cluster, model_path, data_
         return took_s
 
     assert asyncio.run(asyncio.wait_for(main(), 200)) < 40
-
-
-def is_replica(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):  # gone, or a zombie
-        return process.cmdline()[:1] == ["ray::RolloutWorker"]
-    return False
 
 
 def stop() -> Hoarder:
