@@ -36,7 +36,7 @@ IDENTITY = ("rlsys/types.py", "rlsys/contracts.py", "rlsys/loop", "rlsys/replay"
 """Where types of the road are looked for."""
 BESIDE = {
     "GroupRecord": "a group that waits for its step, in a checkpoint's file",
-    "Graft": "two groups, for one question to the rewards",
+    "Replacement": "two groups, for one question to the rewards",
     "_Success": "a success that is stored after its group has ended",
     "_Ask": "a driver's request, in a run of several policies",
 }

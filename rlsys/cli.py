@@ -1,4 +1,4 @@
-"""Command line: `rlsys train | population | plan | eval | export | replay | dashboard | tail | query | report |
+"""Command line: `rlsys train | plan | eval | export | replay | dashboard | tail | query | report |
 profile | simulate | config | data | workflow | doctor | algorithms`.
 
 Every command is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr
@@ -89,23 +89,6 @@ def train(
     _echo(found, [config.to_yaml(), *(f"# {line}" for line in lines)], as_json=as_json)
     if memory:
         memory.check()
-
-
-@app.command(context_settings=OVERRIDES)
-def population(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration files, members, search and keys.")],
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Train several runs that search for values of some keys: population-based, with early ends, or at random.
-
-    The overrides are of the configuration of every run. The same command goes on after an interruption.
-    """
-    _refuse_unknown_options(overrides or [])
-    from rlsys import launch
-
-    found = launch.run_population(path, overrides or [])
-    _echo(found.as_json(), found.lines(), as_json=as_json)
 
 
 @app.command(context_settings=OVERRIDES)

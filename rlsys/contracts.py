@@ -6,10 +6,10 @@ Every method may raise `WorkerDied` or `DeadlineExceeded`; other errors are docu
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from rlsys.algorithm import Signal, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan
@@ -26,12 +26,23 @@ from rlsys.types import (
     VersionSpan,
 )
 
-if TYPE_CHECKING:
-    from rlsys.config import Config
-
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Files: TypeAlias = Mapping[str, int]
 """Sizes in bytes of the files that workers report as written, by their paths in the folder that they were given."""
+
+
+class Saving(Protocol[T_co]):
+    """Copy of a state to disk in two parts, so that training waits for the first one alone.
+
+    Each part is awaited once, in order. One that fails leaves nothing to clean up.
+    """
+
+    async def copied(self) -> None:
+        """Return once the state is copied: it may change then."""
+
+    async def written(self) -> T_co:
+        """Return what was written, once it is on disk."""
 
 
 @dataclass(frozen=True)
@@ -63,33 +74,25 @@ class GroupScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Graft:
+class Replacement:
     """Replacement of one episode of a group by an episode of another group of the same task."""
 
     group: Group
     episode: int
     donor: Group
     donor_episode: int
-    is_older: bool = False
-    """True if the donated episode is older than the staleness bound, which then holds for the others alone."""
 
     def applied(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
-        """Return the group with the replaced episode. `payload` refers to the episodes composed by `with_episode`;
-        `versions` are theirs. The donated episode keeps its reward, versions and acknowledgements. Columns are removed,
-        because they belong to the old episodes."""
-        donated = with_episode(self.group.episodes, self.episode, self.donor.episodes[self.donor_episode])
-        episodes = tuple(episode.unordered() for episode in donated)
+        """Return the group with the replaced episode, whose origin is then `stored`.
+
+        `payload` refers to the episodes composed by `with_episode`; `versions` are those of the group's own episodes.
+        The donated episode keeps its reward. Columns are removed, because they belong to the old episodes.
+        """
+        stored = replace(self.donor.episodes[self.donor_episode], origin="stored")
+        episodes = tuple(episode.unordered() for episode in with_episode(self.group.episodes, self.episode, stored))
         held = {span.version for span in versions}
-        weights = dict.fromkeys(a for a in (*self.group.weights, *self.donor.weights) if a.version in held)
-        return replace(
-            self.group,
-            episodes=episodes,
-            versions=versions,
-            weights=tuple(weights),
-            payload=payload,
-            columns={},
-            own_oldest=self.group.oldest_version if self.is_older else None,
-        )
+        weights = tuple(a for a in self.group.weights if a.version in held)
+        return replace(self.group, episodes=episodes, versions=versions, weights=weights, payload=payload, columns={})
 
 
 def with_episode(episodes: Sequence[T], index: int, episode: T) -> tuple[T, ...]:
@@ -148,12 +151,19 @@ class Rewards(Protocol):
         """Score each episode. A reward function that raises or hangs gives a Score without a value. Raises
         `PayloadLost`."""
 
-    async def graft(self, graft: Graft) -> Group:
-        """Return `graft.group` with the donated episode, see `Graft.applied`; workers compose it because they have
-        payloads. Raises `PayloadLost` with the id of the lost group."""
-
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Replace a dead reward worker in the background; see `Rollouts.restart`."""
+
+
+class Composer(Protocol):
+    """Pool of workers that change the payload of a group."""
+
+    async def replaced(self, replacement: Replacement) -> Group:
+        """Return the group with the donated episode, see `Replacement.applied`. Raises `PayloadLost` with the id of
+        the lost group."""
+
+    async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
+        """Replace a dead worker in the background; see `Rollouts.restart`."""
 
 
 class Reference(Protocol):
@@ -190,16 +200,9 @@ class TrainedModel(Protocol):
         before the failed update is stepped; never `PayloadLost`.
         """
 
-    async def save(self, folder: Path) -> Awaitable[Files]:
-        """Save weights and optimizer into `folder`, in two parts.
-
-        Returns once they are copied to host memory: the next step may change them. The result is awaited until the
-        copy is on disk, and lists the files of all ranks. Raises `CheckpointError` in either part.
-        """
-
-    async def retune(self, config: Config) -> None:
-        """Train on with the algorithm and the optimizer's settings of this configuration, which differs in nothing
-        else. Successors of a `restart` do so too."""
+    def save(self, folder: Path) -> Saving[Files]:
+        """Save weights and optimizer into `folder`; the files are those of all ranks. Both parts raise
+        `CheckpointError`."""
 
     async def watch(self) -> None:
         """Return never. Raises `WorkerDied` soon after a rank died, and `DeadlineExceeded` for one that is frozen."""
@@ -252,12 +255,11 @@ class Actor(TrainedModel, Protocol):
         has no state of it, and 0 without a stabilizer.
         """
 
-    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
-        """Begin to write these groups of the last trained step, for people and for `rlsys replay`. The file contains
-        prompts, completions, scores and advantages.
+    def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Saving[None]:
+        """Write these groups of the last trained step, for people and for `rlsys replay`. The file contains prompts,
+        completions, scores and advantages.
 
-        Returns once the next step may be trained; awaiting the result waits until the file is written. That raises
-        `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
+        The second part raises `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
         """
 
     async def record_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
@@ -323,6 +325,8 @@ class Workers:
     """Workers for the signals made on complete steps; for `Signal.VALUES` it is the critic."""
     critic: Critic | None = None
     """None if the algorithm needs no values."""
+    composer: Composer | None = None
+    """None if no episode is replaced."""
     reference: Reference | None = None
     """The worker behind the columns of a frozen model; None if the algorithm needs none."""
 

@@ -396,6 +396,11 @@ class TrajectoryMeta:
         return sum(sample.num_trained for sample in self.samples)
 
 
+Origin: TypeAlias = Literal["own", "stored", "foreign"]
+"""Where the tokens of an episode come from: sampled for its group, for an earlier group of the task, or by no policy of
+the run, such as recorded answers."""
+
+
 @dataclass(frozen=True)
 class EpisodeMeta:
     """Metadata of an Episode."""
@@ -405,6 +410,7 @@ class EpisodeMeta:
     num_sequential: int = 0
     proposals: tuple[Mapping[str, Json], ...] = ()
     weight: float = 1.0
+    origin: Origin = "own"
     tools_s: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Seconds that its agents waited, by tool; `environment`: for environments. Calls side by side count each."""
 
@@ -449,7 +455,7 @@ class Group:
     replica: str
     episodes: tuple[EpisodeMeta, ...]
     versions: tuple[VersionSpan, ...]
-    """Trained tokens by policy version, oldest first."""
+    """Trained tokens by policy version, oldest first; of its own episodes."""
     weights: tuple[Acknowledged, ...]
     """The replica's acknowledgement of every version in `versions`."""
     payload: Ref
@@ -460,8 +466,6 @@ class Group:
     """Name of the policy trained on this group; `versions` and `weights` are of this policy only."""
     source: str = ""
     """Source of data of its task, if there are several."""
-    own_oldest: PolicyVersion | None = None
-    """Oldest version of the episodes that were sampled for this group, if another is older: a stored success."""
     settled_reward: float | None = None
     """Reward of all episodes that had ended when others were ended early; None if none were."""
     num_ended_early: int = 0
@@ -480,8 +484,6 @@ class Group:
     def oldest_version(self) -> PolicyVersion:
         """Oldest version of any trained token that was sampled for this group; the permit's version if there is
         none."""
-        if self.own_oldest is not None:
-            return self.own_oldest
         return self.versions[0].version if self.versions else self.permit_version
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from math import exp
@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from rlsys.algorithm import Signal
-from rlsys.contracts import Busy, GroupScores, TrainedGroup, Workers
+from rlsys.contracts import Busy, GroupScores, Saving, TrainedGroup, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.alerts import AlertSink
@@ -215,14 +215,24 @@ class _StuckTask(FakeRollouts):
 class _FullDisk(FakeActor):
     """The disk is full when the rollouts of step 10 are written."""
 
-    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
-        written = await super().record(path, step, trained)
-        return _refused(written, path) if step == 10 else written
+    def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Saving[None]:
+        recording = super().record(path, step, trained)
+        return _Refused(recording, path) if step == 10 else recording
 
 
-async def _refused(written: Awaitable[None], path: Path) -> None:
-    await written
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+@dataclass(frozen=True)
+class _Refused:
+    """A file that does not fit on the disk."""
+
+    recording: Saving[None]
+    path: Path
+
+    async def copied(self) -> None:
+        await self.recording.copied()
+
+    async def written(self) -> None:
+        await self.recording.written()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def _some_fail(share: float, source: str | None = None) -> Callable[[Task, int, Random], float | None]:
@@ -410,9 +420,9 @@ class _OneJudge(FakeRewards):
 class _SlowRecorder(FakeActor):
     """Handing rollouts to the recorder takes long."""
 
-    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+    async def copy_columns(self) -> None:
         await asyncio.sleep(3.0)
-        return await super().record(path, step, trained)
+        await super().copy_columns()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rlsys.algorithm import REFERENCE_SIGNALS, Signal
 from rlsys.config.server_section import ServerSection
-from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
+from rlsys.contracts import Composer, PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import POLICY
@@ -69,7 +69,13 @@ class PolicyWorkers:
             is_own_reference=config.train.lora is not None and config.reference.path is None,
         )
 
-    def workers(self, rollouts: Rollouts, rewards: Rewards, evaluation: PinnedRollouts | None = None) -> Workers:
+    def workers(
+        self,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        composer: Composer | None,
+        evaluation: PinnedRollouts | None = None,
+    ) -> Workers:
         """The workers as the driver of this policy sees them.
 
         An actor that trains an adapter is its own reference: its ranks compute the columns of whole steps.
@@ -89,6 +95,7 @@ class PolicyWorkers:
             evaluation=evaluation,
             step_annotators={signal: worker for signal, worker in of_steps.items() if worker},
             critic=critic,
+            composer=composer,
             reference=reference,
         )
 
@@ -130,7 +137,12 @@ class WorkerSet:
     def workers(self) -> Workers:
         """The workers as the driver sees them, in a run of one policy."""
         (line,) = self.lines.values()
-        return line.workers(self.rollouts, self.rewards, self.evaluation)
+        return line.workers(self.rollouts, self.rewards, self.composer, self.evaluation)
+
+    @property
+    def composer(self) -> Composer | None:
+        """The pool that changes payloads; None: replicas score, and nothing is replaced."""
+        return self.rewards if isinstance(self.rewards, RewardPool) else None
 
     def watch(self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]) -> None:
         """Call these for failures and recoveries that the pools see in the background; see `Pool`.

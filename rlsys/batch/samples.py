@@ -218,7 +218,7 @@ def meta_of(episodes: tuple[Episode, ...]) -> tuple[EpisodeMeta, ...]:
             episode.num_sequential,
             episode.proposals,
             episode.weight,
-            _tools_s(episode),
+            tools_s=_tools_s(episode),
         )
         for e, episode in enumerate(episodes)
     )

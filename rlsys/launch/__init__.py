@@ -10,7 +10,6 @@ from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_si
 from rlsys.launch.live_run import Run, start, train
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, replay, replay_step
 from rlsys.launch.policy_serving import serve
-from rlsys.launch.population_run import PopulationResult, run_population
 from rlsys.launch.preflight import look_up, with_steps
 from rlsys.launch.reward_trial import try_rewards
 from rlsys.launch.train_run import TrainResult
@@ -18,7 +17,6 @@ from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
 
 __all__ = [
     "FittedPlan",
-    "PopulationResult",
     "Run",
     "TrainResult",
     "Tried",
@@ -33,7 +31,6 @@ __all__ = [
     "push",
     "replay",
     "replay_step",
-    "run_population",
     "serve",
     "start",
     "train",

@@ -11,14 +11,14 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
@@ -32,7 +32,6 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
-from rlsys.loop.population import Meetings
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
     CautionRaised,
@@ -128,16 +127,6 @@ class Summary:
                 self._events.emit(PhaseDone("first_step", time.monotonic() - self._began))
 
     def close(self) -> None: ...
-
-
-class Stops(Protocol):
-    """Reasons a job may stop early; see `Interruptible`."""
-
-    stop: Callable[[], object]
-
-    @property
-    def signal(self) -> int | None:
-        """Signal that stopped the job; None if none did."""
 
 
 class Stopping:
@@ -254,16 +243,14 @@ class TrainingJob:
         began: float,
         *,
         progress: bool,
-        label: str = "",
     ) -> TrainingJob:
-        """Open the run of every trained policy; `owns` and `starts` are by its name. Lines on the screen begin with
-        that, or else with `label`."""
+        """Open the run of every trained policy; `owns` and `starts` are by its name."""
         is_new = not any(run_folder.holds_run(own.run_dir) for own in owns.values())
         whole = [SessionFiles(config, run_folder.Start(None), is_new=is_new)] if config.policies else []
         parts = {name: SessionFiles(own, starts[name], is_new=is_new) for name, own in owns.items()}
         files = [*whole, *parts.values()]
         runs = {
-            name: PolicyRun.of(part, began, progress=progress, policy=name if config.policies else label)
+            name: PolicyRun.of(part, began, progress=progress, policy=name if config.policies else "")
             for name, part in parts.items()
         }
         if not config.policies:
@@ -359,18 +346,8 @@ class TrainingJob:
             kept = "no step is saved; begin anew" if saved is None else f"step {step_of(saved)} is saved; go on"
             lost.add_note(f"{policy}{kept} with run.resume=auto")
 
-    async def train(
-        self,
-        data: preflight.Data,
-        stops: Stops,
-        *,
-        progress: Progress | None = None,
-        meetings: Meetings | None = None,
-    ) -> None:
-        """Start the workers, train, end them; a population's runs share a `progress`, and each has `meetings`.
-
-        Raises `Interrupted` if the user stopped any of it.
-        """
+    async def train(self, data: preflight.Data, stops: Interruptible) -> None:
+        """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
         from workers.worker_set import WorkerSet
 
         workers, machines = WorkerSet.of(self.config), MachineMetrics(self.config.run_dir)
@@ -378,7 +355,7 @@ class TrainingJob:
             await self._set_up(workers)
             machines.start()
             joint = Joint(workers.rollouts, workers.rewards) if self.config.policies else None
-            drivers = self._drivers(workers, joint, data, progress or Progress(), machines, meetings)
+            drivers = self._drivers(workers, joint, data, machines)
             starts = dict.fromkeys(self.runs, 0)
             for name, run in self.runs.items():
                 if run.checkpoint is not None:
@@ -424,18 +401,16 @@ class TrainingJob:
             events.emit(TransportChosen(policy, transport.name, transport.reason))
 
     def _drivers(
-        self,
-        workers: WorkerSet,
-        joint: Joint | None,
-        data: preflight.Data,
-        progress: Progress,
-        machines: MachineMetrics,
-        meetings: Meetings | None,
+        self, workers: WorkerSet, joint: Joint | None, data: preflight.Data, machines: MachineMetrics
     ) -> dict[str, Driver]:
         drivers: dict[str, Driver] = {}
+        progress = Progress()
         for name, run in self.runs.items():
             line = workers.lines[name]
-            own = line.workers(JointRollouts(joint, name), JointRewards(joint, name)) if joint else workers.workers()
+            if joint:
+                own = line.workers(JointRollouts(joint, name), JointRewards(joint, name), workers.composer)
+            else:
+                own = workers.workers()
             tasks = copy(data.train)  # the tasks are shared, the place in them is not
             drivers[name] = build_driver(
                 run.config,
@@ -446,12 +421,11 @@ class TrainingJob:
                 progress=progress,
                 look_s=LOOK_S,
                 machines=machines.newest,
-                meetings=meetings,
             )
         return drivers
 
     def _interruption(self, drivers: Mapping[str, Driver], reached: Mapping[str, PolicyVersion]) -> str:
-        saved = {name: driver.checkpoints.last_saved for name, driver in drivers.items()}
+        saved = {name: driver.saver.checkpoints.last_saved for name, driver in drivers.items()}
         places = [_place(step, saved[name], f"{name} " * bool(self.config.policies)) for name, step in reached.items()]
         remedy = "; go on with run.resume=auto" if any(saved.values()) else ""
         return f"interrupted {', '.join(places)}{remedy}"

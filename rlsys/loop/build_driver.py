@@ -14,16 +14,22 @@ from rlsys.data.task_source import Tasks
 from rlsys.loop.admission import Admission
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
+from rlsys.loop.curation import Curation
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EVALUATIONS, EvaluationLane, Evaluator
-from rlsys.loop.failure_policy import FailurePolicy
-from rlsys.loop.group_queue import GroupQueue
-from rlsys.loop.learner import BatchShape
-from rlsys.loop.population import Meetings
+from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, Retries
+from rlsys.loop.group_queue import GroupQueue, State
+from rlsys.loop.learner import BatchShape, Learner
+from rlsys.loop.recovery import Recovery
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
+from rlsys.loop.replica_watcher import ReplicaWatcher
 from rlsys.loop.rollout_records import RolloutRecords
-from rlsys.loop.task_ledger import Curriculum, Ledger
+from rlsys.loop.run_position import RunPosition
+from rlsys.loop.saver import Saver
+from rlsys.loop.step_metrics import StepClock
+from rlsys.loop.stop_request import StopRequest
+from rlsys.loop.task_ledger import Ledger
 from rlsys.monitoring.events import Events
 from rlsys.types import Task
 from rlsys.util.deadlines import Progress
@@ -40,49 +46,61 @@ def build_driver(
     progress: Progress | None = None,
     look_s: float = 0,
     machines: Callable[[], Mapping[str, float]] = dict,
-    meetings: Meetings | None = None,
 ) -> Driver:
     """Build the driver of a run.
 
     `eval_sets` are evaluated during training, on `workers.evaluation`. The drivers of a run with several policies share
-    one `progress`, as do those of a population, whose runs have `meetings`. `look_s` is the time between two
-    observations of replicas and queue, for events; 0 disables them. `machines` returns metrics for each step's row.
+    one `progress`. `look_s` is the time between two observations of replicas and queue, for events; 0 disables them.
+    `machines` returns metrics for each step's row.
     """
-    transfer_s, bound, saves = config.limits.transfer_s, config.staleness_bound, config.checkpoint
-    best = best_of(config)
-    weights = WeightSync(workers.actor, workers.relays, transfer_s, max_age=bound, events=events)
-    checkpoints = Checkpoints(
-        config.run_dir / "checkpoints", saves.every, saves.keep_last, saves.keep_every, saves.every_s, best
+    algorithm, limits = config.algorithm, config.limits
+    queue = _queue_of(config, workers, tasks, events, progress or Progress())
+    weights = WeightSync(
+        workers.actor, workers.relays, limits.transfer_s, max_age=config.staleness_bound, events=events
     )
-    remote = RemoteCheckpoints(config.copies) if config.copies else None
+    clock, stop, position = StepClock(events), StopRequest(), RunPosition()
+    dropped_groups = DroppedGroups(queue, FailurePolicy(limits))
+    retries = Retries(events, dropped_groups.decide)
+    failed = config.run_dir / "failed"
+    learner = Learner(workers, algorithm, shape_of(config), clock.span, failed, config.to_yaml, retries)
+    checkpoints, remote = _checkpoints_of(config), RemoteCheckpoints(config.copies) if config.copies else None
+    copies = CheckpointCopies(checkpoints, remote, events) if remote else None
+    saver = Saver(workers, queue, weights, checkpoints, events, learner, dropped_groups, clock, stop, position, copies)
+    evaluation = _evaluation_of(config, workers, weights, eval_sets or {}, events, checkpoints.best)
+    recovery = Recovery(workers, algorithm, queue, weights, learner, saver, events, position, config.run.steps)
     return Driver(
         workers=workers,
-        algorithm=config.algorithm,
-        queue=_queue_of(config, workers, tasks, events, progress or Progress()),
+        queue=queue,
         weights=weights,
-        failures=FailurePolicy(config.limits),
-        checkpoints=checkpoints,
+        learner=learner,
+        saver=saver,
+        recovery=recovery,
+        retries=retries,
+        dropped_groups=dropped_groups,
+        records=_records_of(config, workers, events),
         events=events,
-        shape=shape_of(config),
-        steps=config.run.steps,
-        no_progress_s=config.limits.no_progress_s,
-        run_dir=config.run_dir,
-        config=config.to_yaml,
-        records=RolloutRecords(
-            workers.actor,
-            events,
-            config.run_dir / "rollouts",
-            config.record.rollouts_every,
-            config.record.share,
-            config.run.seed,
-        ),
-        evaluation=_evaluation_of(config, workers, weights, eval_sets or {}, events, best),
-        copies=CheckpointCopies(checkpoints, remote, events) if remote else None,
-        repacker=_repacker_of(config, workers.rollouts, events),
-        look_s=look_s,
+        clock=clock,
+        stop_request=stop,
+        position=position,
+        no_progress_s=limits.no_progress_s,
+        evaluation=evaluation,
+        companions=[
+            *_repackers_of(config, workers.rollouts, events),
+            *([ReplicaWatcher(workers.rollouts, queue, events, look_s)] if look_s else ()),
+        ],
         machines=machines,
-        meetings=meetings,
     )
+
+
+def _checkpoints_of(config: Config) -> Checkpoints:
+    saves = config.checkpoint
+    folder = config.run_dir / "checkpoints"
+    return Checkpoints(folder, saves.every, saves.keep_last, saves.keep_every, saves.every_s, best_of(config))
+
+
+def _records_of(config: Config, workers: Workers, events: Events) -> RolloutRecords:
+    record, folder = config.record, config.run_dir / "rollouts"
+    return RolloutRecords(workers.actor, events, folder, record.rollouts_every, record.share, config.run.seed)
 
 
 def evaluator_of(
@@ -117,8 +135,9 @@ def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, pr
         window=config.asynchrony.window,
         version=0,
         num_groups=steps * config.train.groups_per_step,
-        ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curriculum(config.curation)),
+        ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curation(config.curation, events)),
         signals=frozenset(algorithm.signals & workers.annotators.keys()),
+        annotated_from=State.SCORED if config.curation.stored_successes else State.ROLLED_OUT,
         synchronous_until=version_after(algorithm, num_synchronous, start=0, end=steps),
         admission=Admission(config.train.groups_per_step, config.permits) if config.asynchrony.is_adaptive else None,
         events=events,
@@ -142,9 +161,9 @@ def _evaluation_of(
     return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best, record)
 
 
-def _repacker_of(config: Config, rollouts: Rollouts, events: Events) -> Repacker | None:
-    """Return None if running groups do not delay new weights, or there is a single replica."""
+def _repackers_of(config: Config, rollouts: Rollouts, events: Events) -> list[Repacker]:
+    """Return none if running groups do not delay new weights, or there is a single replica."""
     rollout = config.rollout
     if rollout.weight_change != "between" or rollout.replicas < 2 or rollout.repack_s == 0:
-        return None
-    return Repacker(rollouts, rollout.repack_s, config.slots, events)
+        return []
+    return [Repacker(rollouts, rollout.repack_s, config.slots, events)]

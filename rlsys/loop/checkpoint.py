@@ -31,25 +31,26 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from xxhash import xxh3_128
 
 from rlsys.algorithm import Signal, TrajectoryAdvantage
-from rlsys.contracts import Files, Workers
+from rlsys.contracts import Files, Saving, Workers
 from rlsys.errors import CheckpointError, DataError, WorkerError
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
 
+T = TypeVar("T")
 GROUPS, STATE, ACTOR, CRITIC, CONFIG = "groups.jsonl", "driver.json", "actor", "critic", "config.resolved.yaml"
 MANIFEST = "manifest.json"
 """File names in the folders."""
@@ -123,29 +124,19 @@ class Checkpoints:
             self._since_s = now_s
         return is_due
 
-    async def save(
-        self, step: int, state: DriverState, begin: Callable[[Path], Awaitable[Awaitable[Files]]]
-    ) -> Coroutine[None, None, Path]:
-        """Save `state` and the files of `begin(folder)`, in two parts like it.
+    def save(self, step: int, state: DriverState, files_in: Callable[[Path], Saving[Files]]) -> Saving[Path]:
+        """Save `state` and the files of `files_in(folder)`; what is written is the folder of the checkpoint.
 
-        Returns once `begin` has; the result is awaited until all is on disk, and is the folder. Raises
-        `CheckpointError` in either part, also if a reported file is missing; earlier checkpoints stay.
+        Both parts raise `CheckpointError`, also if a reported file is missing; earlier checkpoints stay.
         """
-        partial = (self.folder / STEP.format(step)).with_suffix(".tmp")
-        with self._lost(step, partial):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            written = await begin(partial)
+        return SavedStep(self, step, state, files_in)
+
+    def begun(self, step: int) -> None:
+        """Note that the state of a step is copied."""
         self._begun = step
-        return self._finish(step, state, partial, written)
 
-    async def _finish(self, step: int, state: DriverState, partial: Path, written: Awaitable[Files]) -> Path:
-        with self._lost(step, partial):
-            final = await asyncio.to_thread(self._complete, state, partial, await written)
-        self.last_saved = step
-        return final
-
-    def _complete(self, state: DriverState, partial: Path, files: Files) -> Path:
+    def complete(self, state: DriverState, partial: Path, files: Files) -> Path:
+        """Complete the checkpoint whose files are in the folder `partial`; return its final folder."""
         final = partial.with_suffix("")
         check_seen(partial, files)
         (partial / STATE).write_bytes(_STATE.dump_json(state, indent=1))
@@ -158,7 +149,7 @@ class Checkpoints:
         return final
 
     @contextmanager
-    def _lost(self, step: int, partial: Path) -> Iterator[None]:
+    def removed_on_failure(self, step: int, partial: Path) -> Iterator[None]:
         """Remove a checkpoint that fails half way. If no worker is the cause, name the last good one in its error."""
         try:
             yield
@@ -189,6 +180,34 @@ class Checkpoints:
         `keep_every`, and the best."""
         multiples = {step for step in steps if self.keep_every and step % self.keep_every == 0}
         return {*steps[: self.keep_last]} | multiples | self.best.kept(steps)
+
+
+@dataclass
+class SavedStep:
+    """Implements `Saving`: one checkpoint."""
+
+    checkpoints: Checkpoints
+    step: int
+    state: DriverState
+    files_in: Callable[[Path], Saving[Files]]
+
+    def __post_init__(self) -> None:
+        self._partial = (self.checkpoints.folder / STEP.format(self.step)).with_suffix(".tmp")
+        self._files = self.files_in(self._partial)
+
+    async def copied(self) -> None:
+        with self.checkpoints.removed_on_failure(self.step, self._partial):
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+            await self._files.copied()
+        self.checkpoints.begun(self.step)
+
+    async def written(self) -> Path:
+        with self.checkpoints.removed_on_failure(self.step, self._partial):
+            files = await self._files.written()
+            final = await asyncio.to_thread(self.checkpoints.complete, self.state, self._partial, files)
+        self.checkpoints.last_saved = self.step
+        return final
 
 
 def step_of(checkpoint: Path) -> PolicyVersion:
@@ -258,7 +277,7 @@ def problem_of(checkpoint: Path, *, sizes_only: bool = False) -> str | None:
     if problem := _difference(checkpoint, manifest, sizes_only=sizes_only):
         return problem
     step = step_of(checkpoint)
-    return None if sizes_only or _saved_step(checkpoint) in (step, None) else f"{checkpoint / STATE} is of another step"
+    return None if sizes_only or saved_step(checkpoint) in (step, None) else f"{checkpoint / STATE} is of another step"
 
 
 def model_problem_of(folder: Path) -> str | None:
@@ -311,13 +330,15 @@ def _difference(folder: Path, manifest: Mapping[str, SavedFile], *, sizes_only: 
     return next((f"{path} was not saved with this checkpoint" for path in unknown), None)
 
 
-def _saved_step(checkpoint: Path) -> object:
-    """Return the step in the driver's part; None if it has none, which `read_state` refuses in words."""
+def saved_step(checkpoint: Path) -> int | None:
+    """Return the step that a checkpoint is of, whatever its folder is called; None if its driver's part does not say,
+    which `read_state` refuses in words."""
     try:
         row = json.loads((checkpoint / STATE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return row.get("version") if isinstance(row, dict) else None
+    version = row.get("version") if isinstance(row, dict) else None
+    return version if isinstance(version, int) else None
 
 
 def file_hash(path: Path) -> str:
@@ -382,26 +403,30 @@ def check_seen(folder: Path, files: Files) -> None:
             )
 
 
-async def save_models(workers: Workers, folder: Path) -> Awaitable[Files]:
-    """Save actor, and critic if there is one, into `folder`: see `TrainedModel.save`. Raises `CheckpointError`."""
-    written: dict[str, Awaitable[Files]] = {}
-    try:
-        for name, model in workers.models.items():
-            written[name] = await model.save(folder / name)
-    except BaseException:
-        for writing in written.values():
-            asyncio.ensure_future(writing).cancel()
-        raise
+async def saved(saving: Saving[T]) -> T:
+    """Await both parts of a saving, where nothing goes on between them."""
+    await saving.copied()
+    return await saving.written()
 
-    async def finish() -> Files:
-        of_models = zip(written, await asyncio.gather(*written.values()), strict=True)
-        return {f"{name}/{file}": num_bytes for name, files in of_models for file, num_bytes in files.items()}
 
-    return finish()
+class SavedModels:
+    """Implements `Saving`: actor, and critic if there is one, in a folder. Both parts raise `CheckpointError`."""
+
+    def __init__(self, workers: Workers, folder: Path) -> None:
+        self._savings = {name: model.save(folder / name) for name, model in workers.models.items()}
+
+    async def copied(self) -> None:
+        for saving in self._savings.values():
+            await saving.copied()
+
+    async def written(self) -> Files:
+        of_models = await asyncio.gather(*(saving.written() for saving in self._savings.values()))
+        named = zip(self._savings, of_models, strict=True)
+        return {f"{name}/{file}": num_bytes for name, files in named for file, num_bytes in files.items()}
 
 
 async def load_models(workers: Workers, folder: Path) -> int:
-    """Restore what `save_models` wrote; return the number of further steps that the stabilizer needs without staleness.
+    """Restore what `SavedModels` wrote; return the number of further steps that the stabilizer needs without staleness.
 
     Raises `CheckpointError` if the critic is missing.
     """

@@ -283,9 +283,10 @@ class EvaluationLane:
         """
         self._loops, self._on_progress = loops, on_progress
 
-    def recall(self) -> None:
-        """Add the results that earlier sessions wrote for versions with known hashes to `best`: one may have ended
-        after the last checkpoint."""
+    def recall(self, last: PolicyVersion) -> None:
+        """Go on from a checkpoint up to `last`. Add the results that earlier sessions wrote for versions with known
+        hashes to `best`: one may have ended after the last checkpoint."""
+        self.last = last
         for version in self.weights.published:
             for dataset in self.evaluator.sets:
                 self._is_done(dataset, version)

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import ceil
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from rlsys.config.schema import LimitsSection
-from rlsys.contracts import Reference, Rewards, Rollouts
+from rlsys.contracts import Composer, Reference, Rewards, Rollouts
 from rlsys.errors import (
     DeadlineExceeded,
     GroupExpired,
@@ -27,6 +27,8 @@ from rlsys.loop.group_queue import GroupQueue, InFlightGroup
 from rlsys.monitoring.events import Events, SignalMissing, WorkerFailed, WorkerRestarted
 
 T = TypeVar("T")
+Replaceable: TypeAlias = Rollouts | Rewards | Composer | Reference
+"""Pools whose dead workers are replaced."""
 _NO_SIGNAL = (
     "{count} groups one after the other had nothing to learn from, such as equal rewards in every group: the tasks are "
     "solved, or hopeless for this model, or the reward is constant. Look at rewards and answers, take tasks of another "
@@ -88,7 +90,7 @@ class Retries:
     _failed: set[str] = field(default_factory=set)
     """Names of workers. A replacement has a new name."""
 
-    async def persist(self, pool: Rollouts | Rewards | Reference, attempt_once: Callable[[], Awaitable[T]]) -> T:
+    async def persist(self, pool: Replaceable, attempt_once: Callable[[], Awaitable[T]]) -> T:
         """Attempt until success.
 
         A failed worker of `pool` is replaced in the background; the next attempt waits for that only if no other worker
@@ -107,7 +109,7 @@ class Retries:
                 death = error if isinstance(error, WorkerError) else None
         raise AssertionError("unreachable")
 
-    async def _replace(self, pool: Rollouts | Rewards | Reference, death: WorkerError) -> None:
+    async def _replace(self, pool: Replaceable, death: WorkerError) -> None:
         if death.worker not in self._failed:
             self._failed.add(death.worker)
             self.events.emit(WorkerFailed(death.worker, death.phase, str(death)))

@@ -140,6 +140,8 @@ class GroupQueue:
     """Assigns tasks to permits, and counts every task exactly once."""
     signals: frozenset[Signal] = frozenset()
     """Columns the learner needs besides episodes and rewards, each added by an annotator."""
+    annotated_from: State = State.ROLLED_OUT
+    """State in which annotators can take a group: SCORED if its episodes may change until then."""
     synchronous_until: PolicyVersion = 0
     """Before this version, at most one step of groups is in flight."""
     admission: Admission | None = None
@@ -344,19 +346,9 @@ class GroupQueue:
             self.events.emit(group_rolled_out(rolled_out))
         return is_new
 
-    def renew(self, permit: Permit, episodes: Group) -> None:
-        """Replace the episodes by `episodes` of another payload; columns of the old ones are refused."""
-        (before := permit.group).check(State.ROLLED_OUT)
-        permit.group = replace(before, state=State.ROLLING_OUT, columns={}, annotators=set())
-        self._enter(before, State.REISSUED)
-        self.groups[before.group_id] = permit.group
-        self._fill(permit.group, episodes)
-
     def _fill(self, group: InFlightGroup, episodes: Group) -> None:
         self._enter(group, State.ROLLED_OUT)
         group.episodes = episodes
-        for signal in self.signals:
-            heapq.heappush(self._ready[signal], group.group_id)
 
     def score(self, group: InFlightGroup, scored: Group) -> bool:
         """Hand in scored episodes. Returns False, and counts it, if they exist already or the attempt is over."""
@@ -418,6 +410,9 @@ class GroupQueue:
         group.enter(state)
         if state is State.ROLLING_OUT:
             group.began_s = deadlines.now()
+        if state is self.annotated_from:
+            for signal in self.signals:
+                heapq.heappush(self._ready[signal], group.group_id)
         if state is State.READY:
             heapq.heappush(self._ready[LEARNER], group.group_id)
         if before is State.TAKEN:
@@ -504,7 +499,7 @@ class GroupQueue:
         """Return the oldest group that this consumer can take."""
         heap = self._ready[consumer]
         while heap:
-            if (group := self.groups.get(heap[0])) and _is_ready(consumer, group):
+            if (group := self.groups.get(heap[0])) and self._is_ready(consumer, group):
                 return group
             heapq.heappop(heap)
         return None
@@ -519,8 +514,8 @@ class GroupQueue:
         self._arrivals[consumer].clear()
         await self._arrivals[consumer].wait()
 
-
-def _is_ready(consumer: str, group: InFlightGroup) -> bool:
-    if consumer == LEARNER:
-        return group.state is State.READY
-    return group.episodes is not None and not group.is_over and consumer not in group.annotators
+    def _is_ready(self, consumer: str, group: InFlightGroup) -> bool:
+        if consumer == LEARNER:
+            return group.state is State.READY
+        is_there = self.annotated_from.value <= group.state.value < State.TRAINED.value
+        return is_there and consumer not in group.annotators

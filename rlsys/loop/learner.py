@@ -22,7 +22,7 @@ from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, OutOfMemory, PayloadLost, RlsysError, TrainingError
-from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, check_seen, save_models
+from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, SavedModels, check_seen, saved
 from rlsys.loop.failure_policy import Retries
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.files import write_atomically
@@ -198,7 +198,7 @@ class Learner:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            files = await (await save_models(self.workers, folder))
+            files = await saved(SavedModels(self.workers, folder))
             check_seen(folder, {**files, GROUPS: await self.workers.actor.save_groups(folder / GROUPS, groups)})
             write_atomically(folder / CONFIG, self.config(), is_private=True)
             FailedStep(

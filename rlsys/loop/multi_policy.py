@@ -28,7 +28,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlsys.contracts import Graft, GroupScores, Rewards, Rollouts
+from rlsys.contracts import GroupScores, Rewards, Rollouts
 from rlsys.errors import RunAborted, first_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.group_queue import GroupQueue, State
@@ -255,9 +255,6 @@ class JointRewards:
 
     async def score(self, task: Task, group: Group) -> GroupScores:
         return await self.joint.score(self.policy, task, group)
-
-    async def graft(self, graft: Graft) -> Group:
-        return await self.joint.judges.graft(graft)
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         await self.joint.judges.restart(worker, on_recovery)

@@ -96,6 +96,10 @@ class Repacker:
         self._newest = version
         self._wake.set()
 
+    def metrics(self) -> dict[str, float]:
+        """Return the groups moved since the run began."""
+        return {"async/moved": self.num_moved}
+
     async def run(self) -> None:
         """Observe and repack periodically.
 

@@ -37,6 +37,13 @@ class ReplicaWatcher:
     """By replica: last reported version and `is_loading`, and the time, in seconds of the event loop."""
     _depth: QueueSeen | None = None
 
+    def published(self, version: PolicyVersion) -> None:
+        """Do nothing: replicas tell what they hold."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return none: observations are events."""
+        return {}
+
     async def run(self) -> None:
         """Observe periodically.
 

@@ -52,8 +52,9 @@ class RolloutRecords:
         path = self.path(step)
         groups, assigned = result.groups, result.assigned
         trained = [TrainedGroup(i, tasks[i], groups[i], assigned[i]) for i in self._places(groups)]
-        written = await self.actor.record(path, step, trained)
-        task = asyncio.create_task(self._finish(path, step, written))
+        recording = self.actor.record(path, step, trained)
+        await recording.copied()
+        task = asyncio.create_task(self._finish(path, step, recording.written()))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 

@@ -168,7 +168,7 @@ class GroupReissued(Event):
     reason: str
 
 
-class EpisodeGrafted(Event):
+class EpisodeReplaced(Event):
     """All episodes of a group failed: a stored success of the same task replaced one of them."""
 
     group_id: int
@@ -260,8 +260,7 @@ class CheckpointCopyFailed(Event):
 
 
 class RolledBack(Event):
-    """Actor and critic train on from another state: an older one, because they were replaced, or that of another run of
-    the population. The steps between are lost."""
+    """Actor and critic were replaced, and train on from an older state. The steps between are lost."""
 
     version: PolicyVersion
     """New version of the restored weights."""
@@ -271,10 +270,6 @@ class RolledBack(Event):
     """Versions of the whole run that are no longer steps behind the weights."""
     total_steps: int
     """Version at which the run ends now."""
-    parent: str = ""
-    """Name of the other run; empty if the state is this run's own."""
-    values: Mapping[str, float] = field(default_factory=dict)
-    """Values of searched keys from here on, by key."""
 
 
 class EvalDone(Event):

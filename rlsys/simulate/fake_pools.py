@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.contracts import Graft, GroupScores, with_episode
+from rlsys.contracts import GroupScores, Replacement, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.routing.request_router import ReplicaWork, cheapest
 from rlsys.types import (
@@ -332,13 +332,14 @@ class FakeRewards(FakePool):
         await self._any_alive()
         return self.members[0], await self._work(self.members[0], f"{phase} group {group_id}", seconds)
 
-    async def graft(self, graft: Graft) -> Group:
-        group, donor = graft.group, graft.donor
-        await self._call("grafting into", group.group_id, 0.0)
-        await self.world.fetch("graft", [donor, group])
+    async def replaced(self, replacement: Replacement) -> Group:
+        group, donor, place = replacement.group, replacement.donor, replacement.episode
+        await self._call("replacing an episode of", group.group_id, 0.0)
+        await self.world.fetch("replace", [donor, group])
         assert isinstance(group.payload, tuple) and isinstance(donor.payload, tuple)
-        episodes = with_episode(group.payload, graft.episode, donor.payload[graft.donor_episode])
-        return graft.applied(episodes, versions_of(episodes, group.policy))
+        episodes = with_episode(group.payload, place, donor.payload[replacement.donor_episode])
+        own = (*group.payload[:place], *group.payload[place + 1 :])
+        return replacement.applied(episodes, versions_of(own, group.policy))
 
 
 def said(policy: str, group_id: int, episode: int, spans: Spans, text: str) -> Trajectory:

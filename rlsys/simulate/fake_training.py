@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
-from rlsys.contracts import Arrival, Files, Published, TrainedGroup, TrainStats
+from rlsys.contracts import Arrival, Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
+from rlsys.loop.checkpoint import saved
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.simulate.fake_pools import now
 from rlsys.types import Episode, Group, PolicyVersion, Ref
 
 if TYPE_CHECKING:
-    from rlsys.config import Config
     from rlsys.simulate.fake_world import FakeWorld
 
 
@@ -62,8 +62,6 @@ class _FakeModel(_FakeProcess):
         super().__init__(world)
         self.fetched: Sequence[Group] = ()
         self._plan: BatchPlan | None = None
-        self.config: Config | None = None
-        """That of the last `retune`."""
 
     async def watch(self) -> None:
         await self._died.wait()
@@ -73,10 +71,6 @@ class _FakeModel(_FakeProcess):
         await self._live_again()
         self._end_step()
         self._forget()
-
-    async def retune(self, config: Config) -> None:
-        self._begin("retune")
-        self.config = config
 
     def _forget(self) -> None:
         """Return to the initial model."""
@@ -104,12 +98,41 @@ class _FakeModel(_FakeProcess):
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
 
-    async def _save(self, path: Path, state: Mapping[str, object]) -> Files:
+    def save(self, folder: Path) -> Saving[Files]:
+        return FakeSaving(self, folder)
+
+    async def copy_state(self) -> str:
+        """Return the state to save."""
+        self._begin("save")
+        return json.dumps(self._state())
+
+    async def write_state(self, folder: Path, state: str) -> Files:
         """Write a copy of the state. It takes `FakeWorld.save_s`, beside the next steps."""
         await asyncio.sleep(self.world.save_s)
         self._check_alive()
+        path = folder / self._file
         self.world.check_disk(path)
-        return {path.name: await asyncio.to_thread(_write, path, json.dumps(state))}
+        return {path.name: await asyncio.to_thread(_write, path, state)}
+
+    _file = ""
+
+    def _state(self) -> Mapping[str, object]:
+        raise NotImplementedError
+
+
+@dataclass
+class FakeSaving:
+    """Implement `Saving`: the state of a fake model."""
+
+    model: _FakeModel
+    folder: Path
+    _state: str = ""
+
+    async def copied(self) -> None:
+        self._state = await self.model.copy_state()
+
+    async def written(self) -> Files:
+        return await self.model.write_state(self.folder, self._state)
 
 
 def _write(path: Path, text: str) -> int:
@@ -173,12 +196,11 @@ class FakeActor(_FakeModel):
     async def announce_again(self, version: PolicyVersion) -> None:
         """Do nothing: fake relays lose no version."""
 
-    async def save(self, folder: Path) -> Awaitable[Files]:
-        self._begin("save")
-        weights, consumed = self.world.weights, Counter(self.world.consumed)
+    _file = "weights.json"
+
+    def _state(self) -> Mapping[str, object]:
         counts = {"version": self.version, "num_steps": self.num_steps, "num_seen": self.num_seen}
-        state = {"weights": weights, "consumed": consumed, **counts}
-        return self._save(folder / "weights.json", state)
+        return {"weights": self.world.weights, "consumed": self.world.consumed, **counts}
 
     async def load(self, folder: Path) -> int:
         self._begin("load")
@@ -189,18 +211,16 @@ class FakeActor(_FakeModel):
         self.num_steps, self.num_seen = state["num_steps"], state["num_seen"]
         return max(0, self.world.synchronous_steps - self.num_seen)
 
-    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+    def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Saving[None]:
+        return FakeRecording(self, path, step, trained)
+
+    async def copy_columns(self) -> None:
+        """Do as if the columns of the step were copied."""
         self._begin("record")
-
-        async def write() -> None:
-            records = [RolloutRecord.of(step, o.task, o.group, _payload(o.group), o.assigned) for o in trained]
-            write_rollouts(path, records)
-
-        return write()
 
     async def record_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
         self._begin("record_evaluated")
-        await (await self.record(path, version, evaluated))
+        await saved(self.record(path, version, evaluated))
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
         self._begin("save_groups")
@@ -209,6 +229,23 @@ class FakeActor(_FakeModel):
 
     async def load_groups(self, path: Path) -> list[Group]:
         return [replace(record.group, payload=record.episodes) for record in read_groups(path)]
+
+
+@dataclass(frozen=True)
+class FakeRecording:
+    """Implement `Saving`: the rollouts of a trained step."""
+
+    actor: FakeActor
+    path: Path
+    step: int
+    trained: Sequence[TrainedGroup]
+
+    async def copied(self) -> None:
+        await self.actor.copy_columns()
+
+    async def written(self) -> None:
+        records = [RolloutRecord.of(self.step, o.task, o.group, _payload(o.group), o.assigned) for o in self.trained]
+        write_rollouts(self.path, records)
 
 
 class FakeCritic(_FakeModel):
@@ -239,9 +276,10 @@ class FakeCritic(_FakeModel):
         self.num_steps += 1
         return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)
 
-    async def save(self, folder: Path) -> Awaitable[Files]:
-        self._begin("save")
-        return self._save(folder / "critic.json", {"num_steps": self.num_steps})
+    _file = "critic.json"
+
+    def _state(self) -> Mapping[str, object]:
+        return {"num_steps": self.num_steps}
 
     async def load(self, folder: Path) -> None:
         self._begin("load")

@@ -91,7 +91,7 @@ class FakeWorld:
     """Fault of the n-th rollout call, from 0, over all replicas."""
     reward_faults: Mapping[int, Fault] = field(default_factory=dict)
     payload_losses: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """Lost payloads, by call (`score`, `graft`, `annotate`, `fetch`, `fetch_critic`, `annotate_step`, `save_groups`):
+    """Lost payloads, by call (`score`, `replace`, `annotate`, `fetch`, `fetch_critic`, `annotate_step`, `save_groups`):
     the indices, from 0, of the calls that lose the payload of every second of their groups. All later calls miss it,
     too."""
     notice_s: Callable[[int], float] = lambda number: 0.0
@@ -201,16 +201,17 @@ class FakeWorld:
         self._arrived.set()
 
     def workers(self) -> Workers:
-        reference, critic = FakeReference(self), FakeCritic(self)
+        reference, critic, rewards = FakeReference(self), FakeCritic(self), FakeRewards(self)
         return Workers(
             FakeRollouts(self),
-            FakeRewards(self),
+            rewards,
             FakeActor(self),
             FakeRelays(self),
             annotators={Signal.REFERENCE_LOGPROBS: reference},
             evaluation=FakePinnedRollouts(self),
             step_annotators={Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: critic},
             critic=critic,
+            composer=rewards,
             reference=reference,
         )
 

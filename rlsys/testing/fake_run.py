@@ -134,7 +134,7 @@ async def go_on(driver: Driver) -> PolicyVersion:
 
 async def start_of(driver: Driver) -> PolicyVersion:
     """Restore the newest checkpoint, if there is one; return its version, else 0."""
-    checkpoint = find_latest(driver.run_dir / "checkpoints")
+    checkpoint = find_latest(driver.saver.checkpoints.folder)
     return 0 if checkpoint is None else await driver.restore(checkpoint)
 
 

@@ -14,8 +14,9 @@ import pytest
 from algorithms.grpo import GRPO
 from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import plan_batch
-from rlsys.contracts import Arrival, Graft, PinnedRollouts, Rewards, Rollouts, TrainedGroup, Workers
+from rlsys.contracts import Arrival, PinnedRollouts, Replacement, Rewards, Rollouts, TrainedGroup, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
+from rlsys.loop.checkpoint import saved
 from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, GroupKey, Task, Turn
@@ -160,7 +161,7 @@ async def scored(kit: Kit, group: Group) -> Group:
 async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
     """What was said in a group, as its record shows."""
     path = folder / f"{group.replica}-{group.group_id}.parquet"
-    await (await kit.workers.actor.record(path, 1, [TrainedGroup(0, TASK, group, ())]))
+    await saved(kit.workers.actor.record(path, 1, [TrainedGroup(0, TASK, group, ())]))
     (record,) = read_rollouts(path)
     return [replace(t, versions=()) for e in record.episodes for j in e.trajectories for t in j.turns]
 
@@ -311,41 +312,39 @@ def test_a_replaced_reward_worker_gives_the_same_scores(kit):
     kit.play(scenario())
 
 
-def test_a_graft_replaces_one_episode_with_its_weights_and_versions(kit, tmp_path):
+def test_a_stored_episode_replaces_one_and_the_versions_are_those_of_the_others(kit, tmp_path):
     async def scenario() -> None:
         await published(kit, 14)
         donor = await scored(kit, await rolled_out(kit, version=14, group_id=41))
         await published(kit, 15)
         group = await scored(kit, await rolled_out(kit, version=15, group_id=42))
-        grafted = await kit.workers.rewards.graft(Graft(group, 1, donor, 3))
+        composed = await kit.workers.composer.replaced(Replacement(group, 1, donor, 3))
         before, given = [await turns_of(kit, g, tmp_path) for g in (group, donor)]
         expected = [*before[:1], given[3], *before[2:]]
-        assert await turns_of(kit, replace(grafted, replica="composed"), tmp_path) == expected
-        episodes = (*group.episodes[:1], donor.episodes[3], *group.episodes[2:])
-        assert grafted.episodes == tuple(episode.unordered() for episode in episodes)
-        assert {(a.replica, a.version) for a in grafted.weights} == {(donor.replica, 14), (group.replica, 15)}
-        num_given = len(given[3].output_ids)
-        assert [(s.version, s.num_tokens) for s in grafted.versions] == [
-            (14, num_given),
-            (15, sum(len(turn.output_ids) for turn in expected) - num_given),
-        ]
-        assert (grafted.group_id, grafted.columns) == (42, {})
-        assert num_ok(await scored(kit, grafted)) == SIZE, "it is a group like any other"
+        assert await turns_of(kit, replace(composed, replica="composed"), tmp_path) == expected
+        stored = replace(donor.episodes[3], origin="stored")
+        episodes = (*group.episodes[:1], stored, *group.episodes[2:])
+        assert composed.episodes == tuple(episode.unordered() for episode in episodes)
+        assert {(a.replica, a.version) for a in composed.weights} == {(group.replica, 15)}, "those of its own tokens"
+        num_own = sum(len(turn.output_ids) for turn in expected) - len(given[3].output_ids)
+        assert [(s.version, s.num_tokens) for s in composed.versions] == [(15, num_own)]
+        assert (composed.group_id, composed.columns) == (42, {})
+        assert num_ok(await scored(kit, composed)) == SIZE, "it is a group like any other"
 
     kit.play(scenario())
 
 
-def test_a_replaced_reward_worker_grafts_the_same(kit, tmp_path):
+def test_a_new_reward_worker_replaces_the_same(kit, tmp_path):
     async def scenario() -> None:
         rewards = kit.workers.rewards
         await kit.workers.actor.publish(16)
         group, donor = [await scored(kit, await rolled_out(kit, version=16, group_id=s)) for s in (43, 44)]
-        before = await rewards.graft(Graft(group, 0, donor, 0))
+        before = await rewards.replaced(Replacement(group, 0, donor, 0))
         kit.kill_reward()
         with pytest.raises(WorkerDied) as raised:
-            await rewards.graft(Graft(group, 0, donor, 0))
+            await rewards.replaced(Replacement(group, 0, donor, 0))
         await replaced(rewards, raised.value.worker)
-        after = await rewards.graft(Graft(group, 0, donor, 0))
+        after = await rewards.replaced(Replacement(group, 0, donor, 0))
         assert replace(after, payload=None) == replace(before, payload=None)
         turns = [await turns_of(kit, replace(g, replica=n), tmp_path) for n, g in (("a", before), ("b", after))]
         assert turns[0] == turns[1]
@@ -398,7 +397,7 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
     async def scenario() -> None:
         actor = kit.workers.actor
         before = await published(kit, 20)
-        await (await actor.save(tmp_path / "actor"))
+        await saved(actor.save(tmp_path / "actor"))
         after = await trained(kit, 20)
         assert (after.version, after.num_bytes) == (21, before.num_bytes)
         assert after.hash != before.hash
@@ -410,7 +409,7 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
 
 def test_a_save_reports_its_files_with_their_sizes(kit, tmp_path):
     async def scenario() -> None:
-        files = await (await kit.workers.actor.save(tmp_path / "actor"))
+        files = await saved(kit.workers.actor.save(tmp_path / "actor"))
         assert files == {path.name: path.stat().st_size for path in (tmp_path / "actor").iterdir()} != {}
 
     kit.play(scenario())
@@ -420,7 +419,7 @@ def test_a_dead_actor_is_noticed_and_its_successor_loads_its_state(kit, tmp_path
     async def scenario() -> None:
         actor = kit.workers.actor
         await trained(kit, 22)
-        await (await actor.save(tmp_path / "actor"))
+        await saved(actor.save(tmp_path / "actor"))
         noticed = asyncio.create_task(actor.watch())
         kit.kill_actor()
         with pytest.raises(WorkerDied, match="actor-0"):

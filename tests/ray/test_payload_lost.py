@@ -14,8 +14,9 @@ from ray.cluster_utils import Cluster
 
 from rlsys.algorithm import Aggregation, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, RankPlan, plan_batch
-from rlsys.contracts import Graft, TrainedGroup, TrainStats
+from rlsys.contracts import Replacement, TrainedGroup, TrainStats
 from rlsys.errors import PayloadLost
+from rlsys.loop.checkpoint import saved
 from rlsys.replay.rollout_log import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
 from tests.groups import group
@@ -113,7 +114,7 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
 
     async def recorded(groups: list[Group]) -> None:
         path = tmp_path / "rollouts" / "step_000001.parquet"
-        await (await actor.record(path, 1, [TrainedGroup(i, task, g, ()) for i, g in enumerate(groups)]))
+        await saved(actor.record(path, 1, [TrainedGroup(i, task, g, ()) for i, g in enumerate(groups)]))
 
     async def scenario() -> None:
         await asyncio.gather(rewards.ready(), reference.ready(), actor.ready())
@@ -132,11 +133,12 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
             assert set(raised.value.group_ids) == {3, 4}
         outcomes = await asyncio.gather(*(rewards.score(task, g) for g in groups), return_exceptions=True)
         assert [isinstance(outcome, PayloadLost) for outcome in outcomes] == [False, False, True, True]
-        for graft, lost in ((Graft(kept[0], 0, gone[0], 1), {3}), (Graft(gone[1], 0, gone[0], 1), {3, 4})):
+        pairs = ((kept[0], {3}), (gone[1], {3, 4}))
+        for replacement, lost in ((Replacement(host, 0, gone[0], 1), lost) for host, lost in pairs):
             with pytest.raises(PayloadLost) as raised:
-                await rewards.graft(graft)
+                await rewards.replaced(replacement)
             assert set(raised.value.group_ids) == lost
-        assert (await rewards.graft(Graft(kept[0], 0, kept[1], 1))).group_id == 1
+        assert (await rewards.replaced(Replacement(kept[0], 0, kept[1], 1))).group_id == 1
         assert (await trained(kept)).metrics == {"num_tokens": 2}
         assert len(await reference.annotate(kept, Signal.REFERENCE_LOGPROBS)) == 2
         assert len(await reference.annotate_step(kept, planned(kept), Signal.REFERENCE_MISMATCHED)) == 2

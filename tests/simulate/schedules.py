@@ -15,7 +15,7 @@ from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.checkpoint import read_state
 from rlsys.loop.driver import Driver
-from rlsys.loop.task_ledger import Curriculum, LedgerState
+from rlsys.loop.task_ledger import LedgerState
 from rlsys.monitoring.events import CheckpointSaved, Event, GroupDropped, GroupReissued, RolledBack
 from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, tasks
 from rlsys.testing.fake_run import go_on
@@ -76,7 +76,7 @@ class Outcome:
     """Were the steps that the stabilizer must see without staleness trained without any?"""
     has_all_permits: bool
     """Were there always as many permits as the bound is made of, or as many as groups that were still to be trained?"""
-    num_grafted: int
+    num_replaced: int
     num_passed_over: int
     num_smaller: int
     num_rolled_back: int
@@ -147,7 +147,7 @@ def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcom
         ),
         is_calibrated=all(most == 0 for _, most in synchronous[: limits["synchronous_steps"]]),
         has_all_permits=not any(told.wrong_counts for _, _, told in sessions),
-        num_grafted=sum(curation.num_grafted for curation in curations),
+        num_replaced=sum(curation.num_replaced for curation in curations),
         num_passed_over=sum(curation.num_passed_over for curation in curations),
         num_smaller=sum(curation.num_smaller for curation in curations),
         num_rolled_back=witness.num_rolled_back,
@@ -158,18 +158,20 @@ def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], sto
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
     limits, world = dict(limits), world_of(chance)
     rules: CurationSection = limits.pop("rules")
+    if limits.get("max_staleness", 0) == 0:
+        rules = rules.model_copy(update={"stored_successes": 0})
     deaths: Mapping[str, set[int]] = limits.pop("deaths")
     if stop == STEPS:  # a stopped run is not rolled back
         world.training_deaths = deaths
     if rules != CurationSection():
         world.reward = lambda group_id, episode: float(random.Random(group_id * 97 + episode).random() < 0.35)
-        world.payload_losses = {**world.payload_losses, "graft": {chance.randrange(6)}}
-    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=Curriculum(rules))
+        world.payload_losses = {**world.payload_losses, "replace": {chance.randrange(6)}}
+    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=rules)
     witness = Witness(driver)
     driver.events.attach(witness)
     if stop < STEPS:
         driver.events.attach(StopAfter(driver, stop))
-    assert run_virtual(go_on(driver)) == stop + driver.num_lost
+    assert run_virtual(go_on(driver)) == stop + driver.position.num_lost
     witness.count_permits()
     return world, driver, witness
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan
 from rlsys.config.sections import CurationSection
-from rlsys.contracts import Graft, GroupScores, TrainStats, Workers
+from rlsys.contracts import GroupScores, Replacement, TrainStats, Workers
 from rlsys.errors import RunAborted, WorkerDied
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
-from rlsys.loop.task_ledger import Curriculum
-from rlsys.monitoring.events import EpisodeGrafted, GroupReissued, StepDone
+from rlsys.monitoring.events import EpisodeReplaced, GroupReissued, StepDone
 from rlsys.testing import (
     EventRecorder,
     FakeActor,
@@ -74,15 +73,19 @@ class Remembering(FakeActor):
         return await super().train_step(plan, columns)
 
 
+def with_rewards(world: FakeWorld, rewards: FakeRewards) -> Workers:
+    return replace(world.workers(), rewards=rewards, composer=rewards)
+
+
 def curated(
     world: FakeWorld, folder: Path, rules: CurationSection, **limits: Any
 ) -> tuple[Driver, Remembering, EventRecorder]:
     """A driver whose rewards are `ByTask`, its actor, and what it says."""
     actor, recorder = Remembering(world), EventRecorder()
-    workers = limits.pop("workers", None) or replace(world.workers(), rewards=ByTask(world))
+    workers = limits.pop("workers", None) or with_rewards(world, ByTask(world))
     limits.setdefault("algorithm", RewardAsAdvantage(group_size=SIZE))
     workers = replace(workers, actor=actor)
-    driver = driver_on(world, folder, workers=workers, recorder=recorder, curation=Curriculum(rules), **limits)
+    driver = driver_on(world, folder, workers=workers, recorder=recorder, curation=rules, **limits)
     return driver, actor, recorder
 
 
@@ -136,9 +139,8 @@ def test_groups_without_signal_count_in_the_success_history(tmp_path):
     assert counted(recorder, "passed_over")[-1] >= 2 * 6
 
 
-EVERYTHING = CurationSection(
-    fewer_above=0.4, success_within=(0.1, 0.9), min_episodes=SIZE, look_again=2, stored_successes=3
-)
+EVERYTHING = CurationSection(fewer_above=0.4, success_within=(0.1, 0.9), min_episodes=SIZE, look_again=2)
+"""All that a synchronous run may have: what is stored is older than the step that trains it."""
 
 
 @settings(max_examples=25)
@@ -166,7 +168,7 @@ def test_synchronous_curation_does_not_depend_on_timing_or_interruption(seed, st
     assert whole.queue.ledger.curation.num_passed_over > 0
 
 
-# ------------------------------------------------------------------------------------------------------------- grafts
+# --------------------------------------------------------------------------------------------------------- replacements
 
 
 class MostlyFailing(ByTask):
@@ -184,21 +186,18 @@ class Attentive(FakeReference):
         return [replace(g, columns={**g.columns, signal: g.payload}) for g in annotated]
 
 
-def grafting_workers(world: FakeWorld) -> Workers:
-    return replace(
-        world.workers(),
-        rewards=MostlyFailing(world),
-        annotators={Signal.REFERENCE_LOGPROBS: Attentive(world)},
-    )
+def composing_workers(world: FakeWorld) -> Workers:
+    workers = with_rewards(world, MostlyFailing(world))
+    return replace(workers, annotators={Signal.REFERENCE_LOGPROBS: Attentive(world)})
 
 
-def grafted(world: FakeWorld, folder: Path, more: int = 0, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
+def replaced(world: FakeWorld, folder: Path, more: int = 0, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
     """A run with stored successes, which may be older than the bound by `more` versions."""
     driver, actor, recorder = curated(
         world,
         folder,
         CurationSection(stored_successes=5, stored_staleness=more),
-        workers=grafting_workers(world),
+        workers=composing_workers(world),
         **{
             "steps": 20,
             "max_staleness": 8,
@@ -213,6 +212,10 @@ def grafted(world: FakeWorld, folder: Path, more: int = 0, **limits: Any) -> tup
 UNEVEN: dict[str, Any] = {"rollout_s": lambda group_id: 2.0 + 7.0 * (group_id % 5)}
 
 
+def versions_in(episodes: tuple[Episode, ...]) -> Iterator[int]:
+    return (s.version for e in episodes for t in e.trajectories for turn in t.turns for s in turn.versions)
+
+
 def payload_of(group: Group) -> tuple[Episode, ...]:
     assert isinstance(group.payload, tuple)
     return group.payload
@@ -220,21 +223,23 @@ def payload_of(group: Group) -> tuple[Episode, ...]:
 
 @pytest.mark.parametrize("annotate_s", [0.0, 0.01, 5.0], ids=["before it is scored", "while", "after"])
 def test_a_failed_group_is_trained_with_a_stored_success(tmp_path, annotate_s):
-    driver, actor, recorder = grafted(FakeWorld(**UNEVEN, annotate_s=lambda group_id: annotate_s), tmp_path)
-    events = recorder.of(EpisodeGrafted)
+    driver, actor, recorder = replaced(FakeWorld(**UNEVEN, annotate_s=lambda group_id: annotate_s), tmp_path)
+    events = recorder.of(EpisodeReplaced)
     by_group_id = {group.group_id: group for group in actor.groups}
     assert events and len(by_group_id) == len(actor.groups) == 60
     for told in events:
         group, donor = by_group_id[told.group_id], by_group_id[told.donor]
         assert payload_of(group)[told.episode] == payload_of(donor)[SIZE - 1], "its tokens, logprobs and versions"
-        assert group.episodes[told.episode] == donor.episodes[SIZE - 1].unordered(), "its reward"
+        stored = replace(donor.episodes[SIZE - 1].unordered(), origin="stored")
+        assert group.episodes[told.episode] == stored, "its reward"
         assert (group.task_id, num_ok(group)) == (donor.task_id, SIZE)
         acknowledged = {a.version: a.hash for a in group.weights}
         assert acknowledged == {span.version: f"hash-of-{span.version}" for span in group.versions}
-    sampled = [turn for g in actor.groups for e in payload_of(g) for t in e.trajectories for turn in t.turns]
+    own = [e for g in actor.groups for e, m in zip(payload_of(g), g.episodes, strict=True) if m.origin == "own"]
+    sampled = [turn for e in own for t in e.trajectories for turn in t.turns]
     assert sum(s.num_tokens for g in actor.groups for s in g.versions) == sum(len(turn.output_ids) for turn in sampled)
     assert all(group.columns == {Signal.REFERENCE_LOGPROBS: group.payload} for group in actor.groups)
-    assert counted(recorder, "grafted")[-1] == len(events)
+    assert counted(recorder, "replaced")[-1] == len(events)
     assert max(actor.world.staleness) <= 8
     assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.ledger.open) == ({}, 0, {})
 
@@ -242,11 +247,12 @@ def test_a_failed_group_is_trained_with_a_stored_success(tmp_path, annotate_s):
 def test_successes_older_than_the_bound_are_used_where_the_loss_corrects_for_them(tmp_path):
     def run(folder: Path, more: int) -> tuple[int, float, int]:
         world = FakeWorld(**UNEVEN)
-        _, actor, recorder = grafted(world, folder, more=more, max_staleness=1, steps=40)
+        _, actor, recorder = replaced(world, folder, more=more, max_staleness=1, steps=40)
         own = max(version - group.oldest_version for version, group in world.trained)
         assert own <= 1, "what is sampled for a step keeps the bound"
         assert len(actor.groups) == 120
-        return len(recorder.of(EpisodeGrafted)), counted(recorder, "too_old")[-1], max(world.staleness)
+        ages = [version - age for version, group in world.trained for age in versions_in(payload_of(group))]
+        return len(recorder.of(EpisodeReplaced)), counted(recorder, "too_old")[-1], max(ages)
 
     few, num_too_old, oldest = run(tmp_path / "within", 0)
     many, num_left, much_older = run(tmp_path / "beyond", 8)
@@ -269,10 +275,10 @@ def test_stored_successes_stay_within_the_staleness_bound(seed, max_staleness, w
         reward_s=latencies(seed + 1, 5.0),
         train_s=latencies(seed + 2, 4.0),
         weight_change="inflight" if seed % 2 else "between",
-        payload_losses={"graft": losses},
+        payload_losses={"replace": losses},
     )
     with TemporaryDirectory() as folder:
-        driver, _, _ = grafted(world, Path(folder), max_staleness=max_staleness, window=window, max_attempts=9)
+        driver, _, _ = replaced(world, Path(folder), max_staleness=max_staleness, window=window, max_attempts=9)
     assert max(world.staleness) <= driver.queue.staleness_bound
     assert driver.queue.dropped == {}
     assert world.consumed.total() == 60
@@ -280,64 +286,64 @@ def test_stored_successes_stay_within_the_staleness_bound(seed, max_staleness, w
 
 
 def test_a_tight_bound_leaves_successes_unused_and_counts_them(tmp_path):
-    _, actor, recorder = grafted(FakeWorld(**UNEVEN), tmp_path, max_staleness=1)
+    _, actor, recorder = replaced(FakeWorld(**UNEVEN), tmp_path, max_staleness=1)
     assert counted(recorder, "too_old")[-1] > 0
     assert max(actor.world.staleness) <= 1
 
 
 def test_a_lost_stored_success_leaves_the_group_as_it_is(tmp_path):
-    world = FakeWorld(**UNEVEN, payload_losses={"graft": {0}})
-    driver, _, recorder = grafted(world, tmp_path)
-    assert recorder.of(EpisodeGrafted)
+    world = FakeWorld(**UNEVEN, payload_losses={"replace": {1}})
+    driver, _, recorder = replaced(world, tmp_path)
+    assert recorder.of(EpisodeReplaced)
     assert not recorder.of(GroupReissued)
     assert (driver.queue.num_reissued, world.consumed.total()) == (0, 60)
 
 
-class DiesAtAGraft(MostlyFailing):
-    """Dies at its first graft, and counts what it judges."""
+class DiesAtAReplacement(MostlyFailing):
+    """Dies at its first replacement, and counts what it judges."""
 
     def __init__(self, world: FakeWorld) -> None:
         super().__init__(world)
         self.scored: Counter[int] = Counter()
-        self.num_grafts = 0
+        self.num_replacements = 0
 
     async def score(self, task: Task, group: Group) -> GroupScores:
         self.scored[group.group_id] += 1
         return await super().score(task, group)
 
-    async def graft(self, graft: Graft) -> Group:
-        self.num_grafts += 1
-        if self.num_grafts == 1:
-            raise WorkerDied("reward-0", "grafting", "the process is gone")
-        return await super().graft(graft)
+    async def replaced(self, replacement: Replacement) -> Group:
+        self.num_replacements += 1
+        if self.num_replacements == 1:
+            raise WorkerDied("reward-0", "replacing", "the process is gone")
+        return await super().replaced(replacement)
 
 
-def test_a_failed_graft_is_retried_without_scoring_the_group_again(tmp_path):
+def test_a_failed_replacement_is_retried_without_scoring_the_group_again(tmp_path):
     world = FakeWorld(**UNEVEN)
-    rewards = DiesAtAGraft(world)
-    workers = replace(world.workers(), rewards=rewards)
+    rewards = DiesAtAReplacement(world)
+    workers = with_rewards(world, rewards)
     driver, _, recorder = curated(
         world, tmp_path, CurationSection(stored_successes=5), workers=workers, steps=20, max_staleness=8
     )
     run_virtual(driver.run(0))
-    events = recorder.of(EpisodeGrafted)
+    events = recorder.of(EpisodeReplaced)
     assert set(rewards.scored.values()) == {1}
-    assert len(events) == rewards.num_grafts - 1 == counted(recorder, "grafted")[-1]
+    assert len(events) == rewards.num_replacements - 1 == counted(recorder, "replaced")[-1]
     assert rewards.restarted == ["reward-0"]
 
 
-def test_a_resume_keeps_grafted_groups_and_clears_stored_successes(tmp_path):
+def test_a_resume_keeps_replaced_groups_and_clears_stored_successes(tmp_path):
     def driver() -> tuple[Driver, Remembering, EventRecorder]:
         world = FakeWorld(**UNEVEN)
-        workers = replace(world.workers(), rewards=MostlyFailing(world))
+        workers = with_rewards(world, MostlyFailing(world))
         return curated(world, tmp_path, CurationSection(stored_successes=5), workers=workers, steps=20, max_staleness=8)
 
     cut, _, told = driver()
     cut.events.attach(StopAfter(cut, 4))
     assert run_virtual(cut.run(0)) == 4
-    grafted = {event.group_id for event in told.of(EpisodeGrafted)}
+    replaced = {event.group_id for event in told.of(EpisodeReplaced)}
     finished = [replace(row.group, key=GroupKey(row.group_id, 0)) for row in cut.queue.finished]
-    waiting = {group.group_id: group for group in finished if group.group_id in grafted}
+    waiting = {group.group_id: group for group in finished if group.group_id in replaced}
     resumed, actor, _ = driver()
 
     async def restored() -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Files, Published, TrainedGroup, Workers
+from rlsys.contracts import Published, Workers
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, TrainingError, WorkerDied, full_text
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import SAVE_S, STOP_S, Driver
@@ -44,13 +44,13 @@ class StuckActor(FakeActor):
         await self._maybe_wait("publish")
         return await super().publish(version)
 
-    async def save(self, folder: Path) -> Awaitable[Files]:
+    async def copy_state(self) -> str:
         await self._maybe_wait("save")
-        return await super().save(folder)
+        return await super().copy_state()
 
-    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+    async def copy_columns(self) -> None:
         await self._maybe_wait("record")
-        return await super().record(path, step, trained)
+        await super().copy_columns()
 
 
 @dataclass
@@ -187,9 +187,9 @@ class MortalActor(FakeActor):
         self._refuse()
         await super().fetch(groups, plan)
 
-    async def save(self, folder: Path) -> Awaitable[Files]:
+    async def copy_state(self) -> str:
         self._refuse()
-        return await super().save(folder)
+        return await super().copy_state()
 
     def _refuse(self) -> None:
         if self.version >= 2:

@@ -78,7 +78,8 @@ def evaluated(
     assert rollouts is not None
     sets = {name: tasks(count) for name, count in NUM_TASKS.items()}
     rules = RULES.model_copy(update={"every": every})
-    evaluator = Evaluator(rollouts, driver.workers.rewards, driver.failures, driver.events, sets, rules, 0, 4)
+    failures = driver.dropped_groups.failures
+    evaluator = Evaluator(rollouts, driver.workers.rewards, failures, driver.events, sets, rules, 0, 4)
     driver.evaluation = EvaluationLane(evaluator, rollouts, driver.weights, steps, folder / "evaluations")
     return driver
 
@@ -151,7 +152,8 @@ def test_it_equals_an_evaluation_of_that_version_without_training(tmp_path):
         world.relay = done.step
         driver = driver_on(world, tmp_path)
         sets = {done.dataset: tasks(NUM_TASKS[done.dataset])}
-        alone = Evaluator(FakeRollouts(world), TellingRewards(world), driver.failures, driver.events, sets, RULES, 0, 4)
+        failures = driver.dropped_groups.failures
+        alone = Evaluator(FakeRollouts(world), TellingRewards(world), failures, driver.events, sets, RULES, 0, 4)
         assert run_virtual(alone.measure(done.dataset)).as_metrics(done.dataset) == done.metrics
 
 
@@ -464,7 +466,7 @@ def test_the_best_checkpoint_is_kept_across_a_resume(tmp_path):
         driver = evaluated(TellingWorld(), tmp_path, recorder, every=1, steps=steps)
         assert driver.evaluation is not None
         best = BestCheckpoints(1, "eval/held_out/mean", every=1)
-        driver.checkpoints.best, driver.evaluation.best, driver.checkpoints.keep_last = best, best, 1
+        driver.saver.checkpoints.best, driver.evaluation.best, driver.saver.checkpoints.keep_last = best, best, 1
         run_virtual(driver.run(0) if not find_latest(tmp_path / "checkpoints") else go_on(driver))
         return best
 
@@ -481,7 +483,7 @@ def impatient(world: FakeWorld, folder: Path, recorder: EventRecorder, *, patien
     driver = evaluated(world, folder, recorder, steps=20)
     assert driver.evaluation is not None
     best = BestCheckpoints(1, "eval/held_out/mean", not lowest, every=2, patience=patience)
-    driver.checkpoints.best = driver.evaluation.best = best
+    driver.saver.checkpoints.best = driver.evaluation.best = best
     return driver
 
 

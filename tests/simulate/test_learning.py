@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -392,7 +392,7 @@ def test_a_step_with_nan_is_kept_and_can_be_replayed(tmp_path):
     assert [[a.advantage for a in of_group] for of_group in failed.assigned] == [[0, 1], [1, 0], [0, 1]]
     names = {"actor", "critic", "groups.jsonl", "config.resolved.yaml", "step.json"}
     assert {path.name for path in folder.iterdir()} == names
-    assert (folder / "config.resolved.yaml").read_text() == driver.config() != ""
+    assert (folder / "config.resolved.yaml").read_text() == driver.learner.config() != ""
     saved = find_latest(tmp_path / "checkpoints")
     assert saved is not None
     assert kept_of(folder) == kept_of(saved), "both models are as they were before the step"
@@ -416,7 +416,7 @@ class HungryCritic(FakeCritic):
         await asyncio.sleep(0)
         raise OutOfMemory("step 1: out of memory", update=0)
 
-    async def save(self, folder: Path) -> Awaitable[Files]:
+    async def copy_state(self) -> str:
         raise AssertionError("its ranks wait for the one that has failed")
 
 
@@ -444,19 +444,18 @@ def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):
     assert kept["weights.json"] != kept_of(saved)["weights.json"]
 
 
-async def written_elsewhere(files: Awaitable[Files]) -> Files:
-    """The files of a first rank, and one that a second rank wrote to the disk of another machine."""
-    return {**await files, "shard-00002.safetensors": 100}
+ELSEWHERE = {"shard-00002.safetensors": 100}
+"""File that a second rank wrote to the disk of another machine."""
 
 
 class ActorElsewhere(FakeActor):
-    async def save(self, folder: Path) -> Awaitable[Files]:
-        return written_elsewhere(await super().save(folder))
+    async def write_state(self, folder: Path, state: str) -> Files:
+        return {**await super().write_state(folder, state), **ELSEWHERE}
 
 
 class CriticElsewhere(FakeCritic):
-    async def save(self, folder: Path) -> Awaitable[Files]:
-        return written_elsewhere(await super().save(folder))
+    async def write_state(self, folder: Path, state: str) -> Files:
+        return {**await super().write_state(folder, state), **ELSEWHERE}
 
 
 class GroupsElsewhere(FakeActor):
@@ -465,13 +464,8 @@ class GroupsElsewhere(FakeActor):
 
 
 class CutShort(FakeActor):
-    async def save(self, folder: Path) -> Awaitable[Files]:
-        files = await super().save(folder)
-
-        async def finish() -> Files:
-            return {name: num_bytes + 7 for name, num_bytes in (await files).items()}
-
-        return finish()
+    async def write_state(self, folder: Path, state: str) -> Files:
+        return {name: num_bytes + 7 for name, num_bytes in (await super().write_state(folder, state)).items()}
 
 
 @pytest.mark.parametrize(
@@ -500,7 +494,7 @@ def test_a_save_without_the_file_of_a_rank_is_refused(tmp_path, kind: type[FakeA
     with pytest.raises(CheckpointError, match=rf"{unseen}.*{remedy}.*none was saved before"):
         run_virtual(refused.run(0))
     assert not recorder.of(CheckpointSaved)
-    assert refused.checkpoints.last_saved is None
+    assert refused.saver.checkpoints.last_saved is None
     assert list((tmp_path / "checkpoints").iterdir()) == []
     with pytest.raises(TrainingError, match=rf"step 1 is nan\nthe step could not be kept .*{unseen}.*{remedy}"):
         run_virtual(driver(FakeWorld(nan_at=0), tmp_path / "nan").run(0))

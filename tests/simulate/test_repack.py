@@ -18,7 +18,7 @@ def trained(folder: Path, *, every_s: float | None) -> tuple[FakeWorld, EventRec
     recorder = EventRecorder()
     driver = driver_on(world, folder, steps=8, max_staleness=4, window=12, recorder=recorder)
     if every_s is not None:
-        driver.repacker = Repacker(driver.workers.rollouts, every_s, num_slots=8, events=driver.events)
+        driver.companions = [Repacker(driver.workers.rollouts, every_s, num_slots=8, events=driver.events)]
     assert run_virtual(driver.run(0)) == 8
     return world, recorder
 

@@ -53,7 +53,7 @@ def ran(folder: Path, deaths: dict[str, set[int]], **settings: Any) -> tuple[Fak
     world, recorder = FakeWorld(training_deaths=deaths), EventRecorder()
     chosen: dict[str, Any] = {"algorithm": ALL, "checkpoint_every": 2, **settings}
     driver = driver_on(world, folder, recorder=recorder, **chosen)
-    assert run_virtual(go_on(driver)) == driver.end == 6 + driver.num_lost
+    assert run_virtual(go_on(driver)) == driver.end == 6 + driver.position.num_lost
     assert driver.queue.dropped["stale"] == 0
     assert not driver.queue.ledger.open
     return world, recorder
@@ -137,7 +137,7 @@ def test_stop_ends_a_rollback(tmp_path):
     driver = driver_on(world, tmp_path, recorder=recorder, checkpoint_every=2)
     driver.events.attach(Hearing(WorkerFailed, lambda event: driver.stop()))
     run_virtual(go_on(driver))
-    assert driver.checkpoints.last_saved == 2
+    assert driver.saver.checkpoints.last_saved == 2
     assert not recorder.of(RolledBack)
 
 

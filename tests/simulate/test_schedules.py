@@ -19,9 +19,9 @@ def test_random_schedules_stay_bounded_and_train_every_task_once(block):
         assert outcome.has_all_permits, seed
 
 
-def test_schedules_cover_skipped_tasks_and_smaller_groups_and_grafts():
+def test_schedules_cover_skipped_tasks_and_smaller_groups_and_replacements():
     outcomes = [played(seed) for seed in (1, 76, 124, 163)]
-    assert all(outcome.num_grafted for outcome in outcomes)
+    assert all(outcome.num_replaced for outcome in outcomes)
     assert sum(outcome.num_passed_over for outcome in outcomes) > 10
     assert sum(outcome.num_smaller for outcome in outcomes) > 5
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,11 +42,18 @@ from tests.simulate.world import driver_on
 STEPS = 4
 
 
+def watch(driver: Driver, look_s: float) -> None:
+    """Let replicas and queue be observed every `look_s` seconds; 0: never."""
+    if look_s:
+        watcher = ReplicaWatcher(driver.workers.rollouts, driver.queue, driver.events, look_s)
+        driver.companions = [*driver.companions, watcher]
+
+
 def told_by(driver: Driver, *, look_s: float = 0.0) -> EventRecorder:
     """What a whole run emits."""
     recorder = EventRecorder()
     driver.events.attach(recorder)
-    driver.look_s = look_s
+    watch(driver, look_s)
     run_virtual(driver.run(0))
     return recorder
 
@@ -132,9 +138,9 @@ class SlowCritic(FakeCritic):
 
 
 class SlowRecorder(FakeActor):
-    async def record(self, *args: Any, **named: Any) -> Awaitable[None]:
+    async def copy_columns(self) -> None:
         await asyncio.sleep(3.0)
-        return await super().record(*args, **named)
+        await super().copy_columns()
 
 
 def test_preparing_columns_is_reported_as_work_of_their_annotator(tmp_path):
@@ -205,7 +211,7 @@ def test_a_hanging_group_is_reported_with_its_replica(tmp_path):
     world = FakeWorld(rollout_faults={1: Fault.HANGS}, group_s=1e6)
     recorder = EventRecorder()
     driver = driver_on(world, tmp_path, steps=STEPS, no_progress_s=60.0, recorder=recorder)
-    driver.look_s = 2.0
+    watch(driver, 2.0)
     with pytest.raises(NoProgress):
         run_virtual(driver.run(0))
     pending = {e.group_id for e in recorder.of(GroupIssued)} - {e.group_id for e in recorder.of(GroupRolledOut)}
@@ -317,7 +323,7 @@ def test_each_policy_gets_events_of_its_own_placements_only(tmp_path):
     recorders = {name: EventRecorder() for name in session.drivers}
     for name, driver in session.drivers.items():
         driver.events.attach(recorders[name])
-        driver.look_s = 1.0
+        watch(driver, 1.0)
     session.run()
     for told in recorders.values():
         issued = {e.group_id for e in told.of(GroupIssued)}

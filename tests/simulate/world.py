@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Signal
+from rlsys.config.sections import CurationSection
 from rlsys.contracts import Workers
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
-from rlsys.loop.task_ledger import Curriculum
 from rlsys.monitoring.events import Event, StepDone
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import EventRecorder, FakeRun, FakeWorld, RewardAsAdvantage, tasks
@@ -50,7 +50,7 @@ class Synchronous(StabilizerPlugin):
 
 async def go_on(driver: Driver) -> PolicyVersion:
     """Run from the newest checkpoint on, which there must be."""
-    assert find_latest(driver.run_dir / "checkpoints") is not None
+    assert find_latest(driver.saver.checkpoints.folder) is not None
     return await driver.run(await start_of(driver))
 
 
@@ -78,7 +78,7 @@ def driver_on(
     synchronous_steps: int = 0,
     recorder: EventRecorder | None = None,
     workers: Workers | None = None,
-    curation: Curriculum | None = None,
+    curation: CurationSection | None = None,
     progress: Progress | None = None,
 ) -> Driver:
     """A run of `steps` steps over `NUM_TASKS` tasks in `folder`; events have virtual times."""
@@ -101,6 +101,7 @@ def driver_on(
         },
         asynchrony={"max_staleness": max_staleness, "window": window},
         checkpoint={"every": checkpoint_every, "keep_last": 100},
+        curation=(curation or CurationSection()).model_dump(),
         limits={
             "group_s": world.group_s,
             "transfer_s": 60.0,
@@ -110,5 +111,4 @@ def driver_on(
             "max_no_signal_groups": max_no_signal_groups,
         },
     )
-    run.driver.queue.ledger.curation = curation or Curriculum()
     return run.driver

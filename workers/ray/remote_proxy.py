@@ -355,7 +355,7 @@ def start(
         num_gpus=resources.num_gpus,
         max_restarts=-1 if restarts else 0,
         max_concurrency=ASYNC_CALLS if is_async else 1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else "DEFAULT",
+        scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else None,
         runtime_env=forked(environment, resources),
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources)

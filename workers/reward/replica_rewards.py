@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlsys.contracts import Graft, GroupScores
-from rlsys.errors import ConfigError, RunAborted
+from rlsys.contracts import GroupScores
+from rlsys.errors import RunAborted
 from rlsys.types import Busy, Group, Task
 
 
@@ -25,9 +25,6 @@ class ReplicaRewards:
             raise RunAborted(f"group {group.group_id} has no scores of its replica: set reward.workers to 1 or more")
         now = time.monotonic()
         return GroupScores(group.scores, Busy(group.replica, now, now))
-
-    async def graft(self, graft: Graft) -> Group:
-        raise ConfigError("curation.stored_successes needs a reward worker: set reward.workers to 1 or more")
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Return: there is no worker."""

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rlsys.batch.samples import versions_of
-from rlsys.contracts import Graft, GroupScores, with_episode
+from rlsys.contracts import GroupScores, Replacement, with_episode
 from rlsys.errors import PayloadLost, WorkerDied
 from rlsys.rewards.reward_function import (
     MODEL,
@@ -126,20 +126,20 @@ class RewardWorker:
         scores = await self.score(task, payload)
         return GroupScores(scores, Busy(self.name, start_s, time.monotonic())), None
 
-    @remote("grafting into group {parcel.entries[0][0]}")
-    async def graft(
+    @remote("replacing an episode of group {parcel.entries[0][0]}")
+    async def replaced(
         self, parcel: Parcel, episode: int, donor_episode: int, policy: str
     ) -> tuple[tuple[VersionSpan, ...], tuple[tuple[Episode, ...], ...]]:
-        """Replace an episode of the first of two payloads by one of the second. Returns the versions sampled by
-        `policy`, and a chunk with the new payload. Raises `PayloadLost`."""
+        """Replace an episode of the first of two payloads by one of the second. Returns the versions that `policy`
+        sampled in the other episodes, and a chunk with the new payload. Raises `PayloadLost`."""
         payloads = await parcel.each()
         if lost := [
             group_id for payload in payloads if isinstance(payload, PayloadLost) for group_id in payload.group_ids
         ]:
             raise PayloadLost(tuple(lost))
         group, donor = payloads
-        episodes = with_episode(group, episode, donor[donor_episode])
-        return versions_of(episodes, policy), (episodes,)
+        own = (*group[:episode], *group[episode + 1 :])
+        return versions_of(own, policy), (with_episode(group, episode, donor[donor_episode]),)
 
     def _input(self, episode: Episode, trajectory: int = 0) -> RewardInput:
         return RewardInput.of(episode, trajectory, with_ids=self._wants_ids, with_episode=self._wants_episodes)
@@ -243,7 +243,7 @@ def _score_all(task: Task, completions: Sequence[RewardInput]) -> list[Score]:
 
 
 class RewardPool(Pool[RewardWorker]):
-    """Implements `Rewards`."""
+    """Implements `Rewards`, and `Composer`."""
 
     def __init__(self, supply: PoolSpec[RewardWorker]) -> None:
         super().__init__("reward", "scoring", supply)
@@ -254,13 +254,13 @@ class RewardPool(Pool[RewardWorker]):
         assert isinstance(scored, GroupScores)
         return scored
 
-    async def graft(self, graft: Graft) -> Group:
-        group, member = graft.group, await self._least_busy()
-        parcel = Parcel.of((g.group_id, g.payload) for g in (group, graft.donor))
+    async def replaced(self, replacement: Replacement) -> Group:
+        group, member = replacement.group, await self._least_busy()
+        parcel = Parcel.of((g.group_id, g.payload) for g in (group, replacement.donor))
         with self._at_work(member):
-            worker, arguments = member.worker, (parcel, graft.episode, graft.donor_episode, group.policy)
-            versions, (chunk,) = await worker.split(RewardWorker.graft, 1, *arguments)
-        return graft.applied(PayloadRef(chunk, 0), versions)
+            places = (replacement.episode, replacement.donor_episode)
+            versions, (chunk,) = await member.worker.split(RewardWorker.replaced, 1, parcel, *places, group.policy)
+        return replacement.applied(PayloadRef(chunk, 0), versions)
 
     async def _least_busy(self) -> PoolMember[RewardWorker]:
         await self._serving()

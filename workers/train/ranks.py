@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -120,12 +120,6 @@ class Rank:
 
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
         raise NotImplementedError
-
-    @remote("taking other settings")
-    def retune(self, optimizer: OptimizerSettings, algorithm: Algorithm) -> None:
-        """Train on with these settings and this algorithm."""
-        self._spec = replace(self._spec, optimizer=optimizer, algorithm=algorithm)
-        self._backend.retune(optimizer)
 
     @remote("copying its state for a checkpoint")
     def save(self, folder: Path) -> None:

@@ -78,10 +78,6 @@ class Sharded:
         """Learning rate of the next step, whose tokens are so many versions old on average."""
         return learning_rate(self.step, self._settings, staleness)
 
-    def retune(self, settings: OptimizerSettings) -> None:
-        """Train on with another learning rate, schedule or norm of gradients."""
-        self._settings = settings
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """Live trained parameters by name, tied ones once; those of a sharded model are `DTensor`s."""
         return trained_parameters(self._module)

@@ -6,25 +6,21 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Files, Published, TrainedGroup, TrainStats
+from rlsys.contracts import Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import timeout, unless
 from workers.ray.call_stream import Parcel, PayloadRef
 from workers.ray.remote_proxy import Remote
-from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, optimizer_settings
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.recorder import Recorder
 from workers.train.reference_worker import ReferenceWorker
-
-if TYPE_CHECKING:
-    from rlsys.config import Config
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Rank)
@@ -137,8 +133,6 @@ class RecorderHandle:
 class RanksHandle(Generic[R]):
     """All ranks of the actor, or of the critic."""
 
-    _settings_of: ClassVar[Callable[[Config], OptimizerSettings]]
-
     def __init__(
         self,
         start: Callable[[int], Sequence[Remote[R]]],
@@ -155,8 +149,6 @@ class RanksHandle(Generic[R]):
         self._start, self._silence_s, self._has_pairs = start, silence_s, has_pairs
         self._num_peers = num_peers
         self._num_before, self._ranks = 0, start(0)
-        self._retuned: tuple[OptimizerSettings, Algorithm] | None = None
-        """Settings that replaced those of the specification."""
         self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
         """Called again and again while a rank waits for a place that the cluster does not have."""
 
@@ -168,12 +160,6 @@ class RanksHandle(Generic[R]):
         address = await self._ranks[0].address() if len(self._ranks) > 1 else ""
         watched = {"silence_s": self._silence_s, "on_unplaced": self.on_unplaced}
         await self._gather(rank.setup(address, **watched) for rank in self._ranks)
-        if self._retuned is not None:
-            await self._all(Rank.retune, *self._retuned)
-
-    async def retune(self, config: Config) -> None:
-        self._retuned = self._settings_of(config), config.algorithm
-        await self._all(Rank.retune, *self._retuned)
 
     async def watch(self) -> None:
         await asyncio.gather(*(rank.watch_process(self._silence_s) for rank in self._ranks))
@@ -205,11 +191,15 @@ class RanksHandle(Generic[R]):
         stats = await self._gather(steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
 
-    async def save(self, folder: Path) -> Awaitable[Files]:
-        await self._all(Rank.save, folder)
-        return self._finish_save()
+    def save(self, folder: Path) -> Saving[Files]:
+        return SavedRanks(self, folder)
 
-    async def _finish_save(self) -> Files:
+    async def copy_state(self, folder: Path) -> None:
+        """Begin to save the state of every rank."""
+        await self._all(Rank.save, folder)
+
+    async def write_state(self) -> Files:
+        """Return the files of all ranks once they are on disk."""
         of_ranks = await self._gather(rank.beside(Rank.finish_save) for rank in self._ranks)
         return {name: num_bytes for files in of_ranks for name, num_bytes in files.items()}
 
@@ -258,13 +248,26 @@ class RanksHandle(Generic[R]):
         return next(filter(None, await asyncio.gather(*map(look, self._ranks))), None)
 
 
+@dataclass(frozen=True)
+class SavedRanks:
+    """Implements `Saving`: the state of all ranks of a model."""
+
+    ranks: RanksHandle[Any]
+    folder: Path
+
+    async def copied(self) -> None:
+        await self.ranks.copy_state(self.folder)
+
+    async def written(self) -> Files:
+        return await self.ranks.write_state()
+
+
 class ActorHandle(RanksHandle[ActorRank]):
     """Implements `Actor`, and `StepAnnotator` for the reference if it trains an adapter."""
 
     pair_cost = 0.0
     recorder: RecorderHandle | None = None
     """Writer of rollouts; None where none are recorded."""
-    _settings_of = staticmethod(optimizer_settings)
 
     async def close(self) -> None:
         await super().close()
@@ -294,17 +297,14 @@ class ActorHandle(RanksHandle[ActorRank]):
     async def export(self, folder: Path) -> None:
         await self._all(ActorRank.export, folder)
 
-    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
-        groups = [own.group for own in trained]
-        signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
+    def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Saving[None]:
+        return RecordedStep(self, path, step, trained)
+
+    async def step_columns(self) -> list[Any]:
+        """Return references to the columns of the last step, of each rank with batches of its own."""
         firsts = self._ranks[:: self._num_peers]
-        told = await self._gather(rank.split(ActorRank.columns, 1) for rank in firsts)
-        columns: Sequence[Any] = [column for _, (column,) in told]
-        payloads = [(g.group_id, g.payload) for g in groups]
-        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
-        bare = [replace(own, group=group) for own, group in zip(trained, _bare(groups), strict=True)]
-        assert self.recorder is not None, "a run that records has one"
-        return self.recorder.write(path, step, bare, signals, parcel, *columns)
+        kept = await self._gather(rank.split(ActorRank.columns, 1) for rank in firsts)
+        return [column for _, (column,) in kept]
 
     async def record_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
         assert self.recorder is not None, "a run that records has one"
@@ -318,10 +318,31 @@ class ActorHandle(RanksHandle[ActorRank]):
         return [replace(group, payload=PayloadRef(chunk, i)) for i, group in enumerate(bare)]
 
 
+@dataclass
+class RecordedStep:
+    """Implements `Saving`: the rollouts of a trained step."""
+
+    actor: ActorHandle
+    path: Path
+    step: int
+    trained: Sequence[TrainedGroup]
+    _columns: Sequence[Any] = ()
+
+    async def copied(self) -> None:
+        self._columns = await self.actor.step_columns()
+
+    async def written(self) -> None:
+        groups = [own.group for own in self.trained]
+        signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
+        payloads = [(g.group_id, g.payload) for g in groups]
+        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
+        bare = [replace(own, group=group) for own, group in zip(self.trained, _bare(groups), strict=True)]
+        assert self.actor.recorder is not None, "a run that records has one"
+        await self.actor.recorder.write(self.path, self.step, bare, signals, parcel, *self._columns)
+
+
 class CriticHandle(RanksHandle[CriticRank]):
     """Implements `Critic`."""
-
-    _settings_of = staticmethod(critic_optimizer_settings)
 
     async def load(self, folder: Path) -> None:
         await self._all(Rank.load, folder)

@@ -8,8 +8,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.contracts import Files
+from rlsys.contracts import Files, Saving
 from rlsys.data.task_source import Cursor
 from rlsys.errors import CheckpointError
-from rlsys.loop.checkpoint import Checkpoints, DriverState, find_intact, find_latest, is_complete, read_state
+from rlsys.loop.checkpoint import Checkpoints, DriverState, find_intact, find_latest, is_complete, read_state, saved
 from rlsys.loop.task_ledger import LedgerState, TaskDraw
 
 PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.json", "manifest.json"]
@@ -32,38 +32,46 @@ def state_of(step: int) -> DriverState:
     return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
 
 
-async def write(folder: Path) -> Awaitable[Files]:
-    (folder / "actor").mkdir()
-    (folder / "actor" / "weights.bin").write_bytes(b"w" * 100)
-    (folder / "actor" / "optimizer.bin").write_bytes(b"o" * 200)
-    (folder / "groups.jsonl").write_text('{"group": 1}\n')
-    return asyncio.sleep(0, {"actor/weights.bin": 100, "actor/optimizer.bin": 200, "groups.jsonl": 13})
+@dataclass(frozen=True)
+class Written:
+    """Some files of actor and groups."""
+
+    folder: Path
+
+    async def copied(self) -> None:
+        (self.folder / "actor").mkdir()
+        (self.folder / "actor" / "weights.bin").write_bytes(b"w" * 100)
+        (self.folder / "actor" / "optimizer.bin").write_bytes(b"o" * 200)
+        (self.folder / "groups.jsonl").write_text('{"group": 1}\n')
+
+    async def written(self) -> Files:
+        return {"actor/weights.bin": 100, "actor/optimizer.bin": 200, "groups.jsonl": 13}
 
 
-async def disk_is_full(folder: Path) -> Awaitable[Files]:
-    (folder / "groups.jsonl").write_text("half of")
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-async def disk_fills_up(folder: Path) -> Awaitable[Files]:
-    (folder / "groups.jsonl").write_text("half of")
-
-    async def finish() -> Files:
+class DiskIsFull(Written):
+    async def copied(self) -> None:
+        (self.folder / "groups.jsonl").write_text("half of")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    return finish()
+
+class DiskFillsUp(Written):
+    async def copied(self) -> None:
+        (self.folder / "groups.jsonl").write_text("half of")
+
+    async def written(self) -> Files:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def save(
     checkpoints: Checkpoints,
     step: int,
-    begin: Callable[[Path], Awaitable[Awaitable[Files]]] = write,
+    files_in: Callable[[Path], Saving[Files]] = Written,
     state: DriverState | None = None,
 ) -> Path:
     """Save the state of a step, both parts."""
 
     async def both() -> Path:
-        return await (await checkpoints.save(step, state or state_of(step), begin))
+        return await saved(checkpoints.save(step, state or state_of(step), files_in))
 
     return asyncio.run(both())
 
@@ -164,11 +172,11 @@ def test_an_interrupted_write_is_not_a_checkpoint(tmp_path):
     assert names(tmp_path) == ["latest", "step_000002", "step_000004"]
 
 
-@pytest.mark.parametrize("begin", [disk_is_full, disk_fills_up], ids=["at once", "while writing"])
-def test_a_full_disk_names_and_keeps_the_last_good_checkpoint(tmp_path, begin):
+@pytest.mark.parametrize("files_in", [DiskIsFull, DiskFillsUp], ids=["at once", "while writing"])
+def test_a_full_disk_names_and_keeps_the_last_good_checkpoint(tmp_path, files_in):
     checkpoints = checkpoints_in(tmp_path, 2)
     with pytest.raises(CheckpointError) as raised:
-        save(checkpoints, 4, begin)
+        save(checkpoints, 4, files_in)
     for part in ("step 4", str(tmp_path), "GiB free", "No space left", f"last good one is {tmp_path / 'step_000002'}"):
         assert part in str(raised.value)
     assert names(tmp_path) == ["latest", "step_000002"]
@@ -177,13 +185,13 @@ def test_a_full_disk_names_and_keeps_the_last_good_checkpoint(tmp_path, begin):
 
 def test_a_full_disk_at_the_first_save_reports_none_saved(tmp_path):
     with pytest.raises(CheckpointError, match="none was saved before"):
-        save(Checkpoints(tmp_path / "new", 1, 1), 1, disk_is_full)
+        save(Checkpoints(tmp_path / "new", 1, 1), 1, DiskIsFull)
 
 
 def test_a_full_disk_while_saving_again_keeps_the_old_checkpoint(tmp_path):
     checkpoints = checkpoints_in(tmp_path, 2)
     with pytest.raises(CheckpointError):
-        save(checkpoints, 2, disk_is_full)
+        save(checkpoints, 2, DiskIsFull)
     assert find_latest(tmp_path) == tmp_path / "step_000002"
 
 

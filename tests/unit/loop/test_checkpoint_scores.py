@@ -9,9 +9,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.loop.checkpoint import Checkpoints, step_of
+from rlsys.loop.checkpoint import Checkpoints, saved, step_of
 from rlsys.loop.checkpoint_scores import BestCheckpoints
-from tests.unit.loop.test_checkpoint import state_of, write
+from tests.unit.loop.test_checkpoint import Written, state_of
 
 METRIC = "eval/held_out/mean"
 scores_by_step = st.lists(st.none() | st.floats(allow_nan=True), min_size=1, max_size=12)
@@ -72,7 +72,7 @@ def test_a_step_waits_for_its_evaluation(tmp_path):
 
 def save(checkpoints: Checkpoints, step: int) -> None:
     async def both() -> None:
-        await (await checkpoints.save(step, state_of(step), write))
+        await saved(checkpoints.save(step, state_of(step), Written))
 
     asyncio.run(both())
 

@@ -1,4 +1,4 @@
-"""Curriculum: the issued tasks, the sizes of their groups, and the grafts of stored successes."""
+"""Curation: the issued tasks, the sizes of their groups, and the replacements of stored successes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config.sections import CurationSection
-from rlsys.contracts import Graft, with_episode
+from rlsys.contracts import Replacement, with_episode
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import RunAborted
-from rlsys.loop.task_ledger import Curriculum, Ledger, LedgerState, Tally, num_sampled
+from rlsys.loop.curation import Curation, Tally, num_sampled
+from rlsys.loop.task_ledger import Ledger, LedgerState
 from rlsys.testing import tasks
 from rlsys.types import Acknowledged, Assignment, EpisodeMeta, Group, VersionSpan, failed
 from tests.groups import episode, group
@@ -32,69 +33,85 @@ def scored(task_id: str, rewards: Sequence[float | None], group_id: int = 0, ver
     )
 
 
-def settled(curation: Curriculum, task_id: str, num_successes: int, num_episodes: int) -> None:
+def passes_over(curation: Curation, task_id: str) -> bool:
+    return curation.on_issue(task_id, SIZE) is None
+
+
+def size_of(curation: Curation, task_id: str, group_size: int) -> int | None:
+    issue = curation.on_issue(task_id, group_size)
+    assert issue is not None
+    return issue.size
+
+
+def token_limit(curation: Curation, task_id: str) -> int | None:
+    issue = curation.on_issue(task_id, SIZE)
+    assert issue is not None
+    return issue.token_limit
+
+
+def settled(curation: Curation, task_id: str, num_successes: int, num_episodes: int) -> None:
     """The task was rolled out and trained, and the step published."""
     rewards = [1.0] * num_successes + [0.0] * (num_episodes - num_successes)
-    curation.scored(scored(task_id, rewards))
+    curation.record(scored(task_id, rewards))
     curation.settle(0)
     curation.publish()
 
 
 def ledger_of(rules: CurationSection, num_tasks: int = 5) -> Ledger:
-    return Ledger(TaskSource(tasks(num_tasks), 3), SIZE, 3, Curriculum(rules))
+    return Ledger(TaskSource(tasks(num_tasks), 3), SIZE, 3, Curation(rules))
 
 
 # ------------------------------------------------------------------------------------------------------------ history
 
 
 def test_without_rules_nothing_is_kept_and_groups_are_whole():
-    curation = Curriculum()
+    curation = Curation()
     settled(curation, "a", 8, 8)
     assert (curation.state().tallies, curation.metrics()) == ({}, {})
-    assert not curation.passes_over("a")
-    assert curation.size_of("a", SIZE) is None
+    assert not passes_over(curation, "a")
+    assert size_of(curation, "a", SIZE) is None
 
 
 @pytest.mark.parametrize(("num_successes", "size"), [(6, None), (7, 4), (8, 4)])
 def test_a_task_above_the_bound_gets_half_the_episodes(num_successes: int, size: int | None):
-    curation = Curriculum(CurationSection(fewer_above=0.75))
+    curation = Curation(CurationSection(fewer_above=0.75))
     settled(curation, "a", num_successes, 8)
-    assert curation.size_of("a", SIZE) == size
+    assert size_of(curation, "a", SIZE) == size
     assert curation.metrics() == {"curation/smaller_groups": float(size is not None)}
 
 
 def test_half_of_an_odd_group_is_rounded_up():
-    curation = Curriculum(CurationSection(fewer_above=0.5, min_episodes=1))
+    curation = Curation(CurationSection(fewer_above=0.5, min_episodes=1))
     settled(curation, "a", 1, 1)
-    assert curation.size_of("a", 5) == 3
+    assert size_of(curation, "a", 5) == 3
 
 
 def test_success_rates_need_enough_scored_episodes():
-    curation = Curriculum(CurationSection(fewer_above=0.5, min_episodes=4))
-    curation.scored(scored("a", [1.0, None, None, 1.0, 1.0]))
+    curation = Curation(CurationSection(fewer_above=0.5, min_episodes=4))
+    curation.record(scored("a", [1.0, None, None, 1.0, 1.0]))
     curation.settle(0)
     curation.publish()
     assert curation.state().tallies == {"a": Tally(3, 3)}
-    assert curation.size_of("a", SIZE) is None
+    assert size_of(curation, "a", SIZE) is None
     settled(curation, "a", 1, 1)
-    assert curation.size_of("a", SIZE) == 4
+    assert size_of(curation, "a", SIZE) == 4
 
 
 def test_what_is_settled_counts_from_the_next_published_step():
-    curation = Curriculum(CurationSection(fewer_above=0.5))
-    curation.scored(scored("a", [1.0] * 8))
-    assert curation.size_of("a", SIZE) is None
+    curation = Curation(CurationSection(fewer_above=0.5))
+    curation.record(scored("a", [1.0] * 8))
+    assert size_of(curation, "a", SIZE) is None
     curation.settle(0)
-    assert curation.size_of("a", SIZE) is None
+    assert size_of(curation, "a", SIZE) is None
     curation.publish()
-    assert curation.size_of("a", SIZE) == 4
+    assert size_of(curation, "a", SIZE) == 4
 
 
 def test_the_last_attempt_counts_and_lost_groups_do_not():
-    curation = Curriculum(CurationSection(fewer_above=0.5))
-    curation.scored(scored("a", [1.0] * 8, group_id=0))
-    curation.scored(scored("a", [0.0] * 8, group_id=0))
-    curation.scored(scored("b", [1.0] * 8, group_id=1))
+    curation = Curation(CurationSection(fewer_above=0.5))
+    curation.record(scored("a", [1.0] * 8, group_id=0))
+    curation.record(scored("a", [0.0] * 8, group_id=0))
+    curation.record(scored("b", [1.0] * 8, group_id=1))
     curation.lose(1, "b")
     for group_id in (0, 1):
         curation.settle(group_id)
@@ -104,25 +121,25 @@ def test_the_last_attempt_counts_and_lost_groups_do_not():
 
 @pytest.mark.parametrize(("num_successes", "is_left_out"), [(1, True), (2, False), (6, False), (7, True)])
 def test_a_task_outside_the_range_is_passed_over(num_successes: int, is_left_out: bool):
-    curation = Curriculum(CurationSection(success_within=(0.25, 0.75)))
+    curation = Curation(CurationSection(success_within=(0.25, 0.75)))
     settled(curation, "a", num_successes, 8)
-    assert curation.passes_over("a") == is_left_out
-    assert not curation.passes_over("unknown")
+    assert passes_over(curation, "a") == is_left_out
+    assert not passes_over(curation, "unknown")
     assert curation.metrics() == {"curation/passed_over": float(is_left_out)}
 
 
 def test_a_task_is_looked_at_again_with_its_history_forgotten():
-    curation = Curriculum(CurationSection(success_within=(0.0, 0.5), look_again=3))
+    curation = Curation(CurationSection(success_within=(0.0, 0.5), look_again=3))
     settled(curation, "a", 8, 8)
-    assert [curation.passes_over("a") for _ in range(5)] == [True, True, True, False, False]
+    assert [passes_over(curation, "a") for _ in range(5)] == [True, True, True, False, False]
     settled(curation, "a", 8, 8)
-    assert curation.passes_over("a")
+    assert passes_over(curation, "a")
 
 
 def test_or_never():
-    curation = Curriculum(CurationSection(success_within=(0.0, 0.5), look_again=0))
+    curation = Curation(CurationSection(success_within=(0.0, 0.5), look_again=0))
     settled(curation, "a", 8, 8)
-    assert all(curation.passes_over("a") for _ in range(100))
+    assert all(passes_over(curation, "a") for _ in range(100))
 
 
 # -------------------------------------------------------------------------------------------------------------- issue
@@ -181,13 +198,13 @@ def _cursors(count: int) -> list:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- grafts
+# --------------------------------------------------------------------------------------------------------- replacements
 
 
-def grafting() -> Curriculum:
+def with_success() -> Curation:
     """With a success of task `a`, group 7, episode 1, sampled from version 3."""
-    curation = Curriculum(CurationSection(stored_successes=2))
-    curation.scored(scored("a", [0.5, 1.5, 1.0], group_id=7, version=3))
+    curation = Curation(CurationSection(stored_successes=2))
+    curation.record(scored("a", [0.5, 1.5, 1.0], group_id=7, version=3))
     curation.publish()
     return curation
 
@@ -203,11 +220,11 @@ def at_least(version: int) -> Callable[[int], int]:
     ids=["the lowest", "one that could not be scored", "though one is left", "the first of them"],
 )
 def test_a_success_replaces_the_lowest_or_an_unscored_episode(rewards, episode):
-    curation = grafting()
+    curation = with_success()
     failed_group = scored("a", rewards, group_id=9)
-    graft = curation.graft_for(failed_group, at_least(0))
-    assert graft is not None
-    assert (graft.group, graft.episode, graft.donor.group_id, graft.donor_episode) == (failed_group, episode, 7, 1)
+    found = curation.replacement_for(failed_group, at_least(0))
+    assert found is not None
+    assert (found.group, found.episode, found.donor.group_id, found.donor_episode) == (failed_group, episode, 7, 1)
 
 
 @pytest.mark.parametrize(
@@ -216,59 +233,58 @@ def test_a_success_replaces_the_lowest_or_an_unscored_episode(rewards, episode):
     ids=["one succeeded", "another task", "none was scored", "nothing to compare with"],
 )
 def test_other_groups_are_left_as_they_are(task_id, rewards):
-    assert grafting().graft_for(scored(task_id, rewards, group_id=9), at_least(0)) is None
+    assert with_success().replacement_for(scored(task_id, rewards, group_id=9), at_least(0)) is None
 
 
 def test_a_success_is_available_after_the_next_publish():
-    curation = Curriculum(CurationSection(stored_successes=1))
-    curation.scored(scored("a", [1.0, 0.0], group_id=7))
-    assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(0)) is None
+    curation = Curation(CurationSection(stored_successes=1))
+    curation.record(scored("a", [1.0, 0.0], group_id=7))
+    assert curation.replacement_for(scored("a", [0.0, 0.0], group_id=9), at_least(0)) is None
     curation.publish()
-    assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(0)) is not None
+    assert curation.replacement_for(scored("a", [0.0, 0.0], group_id=9), at_least(0)) is not None
 
 
 def test_a_success_too_stale_for_one_group_remains_for_others():
-    curation = grafting()
-    assert curation.graft_for(scored("a", [0.0, 0.0], group_id=9), at_least(4)) is None
-    assert curation.metrics() == {"curation/grafted": 0, "curation/too_old": 1, "curation/stored": 1}
-    assert curation.graft_for(scored("a", [0.0, 0.0], group_id=10), at_least(3)) is not None
+    curation = with_success()
+    assert curation.replacement_for(scored("a", [0.0, 0.0], group_id=9), at_least(4)) is None
+    assert curation.metrics() == {"curation/replaced": 0, "curation/too_old": 1, "curation/stored": 1}
+    assert curation.replacement_for(scored("a", [0.0, 0.0], group_id=10), at_least(3)) is not None
 
 
 @pytest.mark.parametrize(("more", "is_used"), [(0, False), (1, False), (2, True)])
 def test_an_older_success_is_used_as_far_as_the_rules_allow(more, is_used):
-    curation = Curriculum(CurationSection(stored_successes=2, stored_staleness=more))
-    curation.scored(scored("a", [0.0, 1.0], group_id=7, version=3))
+    curation = Curation(CurationSection(stored_successes=2, stored_staleness=more))
+    curation.record(scored("a", [0.0, 1.0], group_id=7, version=3))
     curation.publish()
-    graft = curation.graft_for(scored("a", [0.0, 0.0], group_id=9, version=6), at_least(5))
-    assert (graft is not None) == is_used
-    if graft is not None:
-        composed = graft.applied("composed", (VersionSpan(3, 1), VersionSpan(6, 1)))
+    replacement = curation.replacement_for(scored("a", [0.0, 0.0], group_id=9, version=6), at_least(5))
+    assert (replacement is not None) == is_used
+    if replacement is not None:
+        composed = replacement.applied("composed", (VersionSpan(6, 1),))
         assert composed.oldest_version == 6, "the bound is on what was sampled for this group"
-        assert composed.versions[0].version == 3, "its true age counts in the loss"
 
 
 def test_episodes_are_limited_by_the_longest_success_of_their_task():
-    curation = Curriculum(CurationSection(length_cap=1.5))
-    assert curation.token_limit("a") is None
-    curation.scored(scored("a", [0.0, 0.0]))
+    curation = Curation(CurationSection(length_cap=1.5))
+    assert token_limit(curation, "a") is None
+    curation.record(scored("a", [0.0, 0.0]))
     curation.settle(0)
     curation.publish()
-    assert curation.token_limit("a") is None, "without a success there is no limit"
+    assert token_limit(curation, "a") is None, "without a success there is no limit"
     short = scored("a", [1.0, 0.0], group_id=1)
     (longest,) = {num_sampled(episode) for episode in short.episodes}
-    curation.scored(short)
+    curation.record(short)
     curation.settle(1)
     curation.publish()
-    assert curation.token_limit("a") == ceil(1.5 * longest)
-    resumed = Curriculum(CurationSection(length_cap=1.5))
+    assert token_limit(curation, "a") == ceil(1.5 * longest)
+    resumed = Curation(CurationSection(length_cap=1.5))
     resumed.restore(curation.state(), finished=())
-    assert resumed.token_limit("a") == curation.token_limit("a")
+    assert token_limit(resumed, "a") == token_limit(curation, "a")
 
 
 def test_a_reissued_group_keeps_its_limit():
-    ledger = Ledger(TaskSource(tasks(1), 3), 2, 0, Curriculum(CurationSection(length_cap=1.0)))
+    ledger = Ledger(TaskSource(tasks(1), 3), 2, 0, Curation(CurationSection(length_cap=1.0)))
     task_id = ledger.issue(0).task.id
-    ledger.curation.scored(scored(task_id, [1.0, 0.0]))
+    ledger.curation.record(scored(task_id, [1.0, 0.0]))
     ledger.consume([0])
     limited = ledger.issue(0)
     assert limited.token_limit is not None
@@ -277,21 +293,21 @@ def test_a_reissued_group_keeps_its_limit():
 
 
 def test_stored_successes_are_the_newest_per_task_with_lru_eviction():
-    curation = grafting()
-    curation.scored(scored("b", [1.0, 0.0], group_id=8))
+    curation = with_success()
+    curation.record(scored("b", [1.0, 0.0], group_id=8))
     curation.publish()
-    assert curation.graft_for(scored("a", [0.0, 0.0], group_id=10), at_least(0)) is not None
-    curation.scored(scored("c", [1.0, 0.0], group_id=11))
-    curation.scored(scored("a", [1.0, 0.0], group_id=12))
+    assert curation.replacement_for(scored("a", [0.0, 0.0], group_id=10), at_least(0)) is not None
+    curation.record(scored("c", [1.0, 0.0], group_id=11))
+    curation.record(scored("a", [1.0, 0.0], group_id=12))
     curation.publish()
-    found = {task: curation.graft_for(scored(task, [0.0, 0.0], group_id=20), at_least(0)) for task in "abc"}
-    assert {task: graft and graft.donor.group_id for task, graft in found.items()} == {"a": 12, "b": None, "c": 11}
+    found = {task: curation.replacement_for(scored(task, [0.0, 0.0], group_id=20), at_least(0)) for task in "abc"}
+    assert {task: each and each.donor.group_id for task, each in found.items()} == {"a": 12, "b": None, "c": 11}
     assert curation.metrics()["curation/stored"] == 2
 
 
-@pytest.mark.parametrize("how", [Curriculum.lose, Curriculum.forget])
+@pytest.mark.parametrize("how", [Curation.lose, Curation.forget])
 def test_a_success_with_a_lost_payload_is_forgotten_alone(how):
-    curation = grafting()
+    curation = with_success()
     how(curation, 6, "a")
     assert curation.metrics()["curation/stored"] == 1
     how(curation, 7, "a")
@@ -299,23 +315,23 @@ def test_a_success_with_a_lost_payload_is_forgotten_alone(how):
 
 
 def test_successes_are_not_kept_over_a_resume():
-    curation, resumed = grafting(), Curriculum(CurationSection(stored_successes=2))
+    curation, resumed = with_success(), Curation(CurationSection(stored_successes=2))
     resumed.restore(curation.state(), finished=())
     assert resumed.metrics()["curation/stored"] == 0
 
 
-def test_a_graft_keeps_reward_versions_and_acknowledgements_without_columns():
+def test_a_stored_episode_keeps_its_reward_and_the_group_its_own_versions():
     donor = replace(
         scored("a", [0.0, 1.0], group_id=7, version=3),
         versions=(VersionSpan(2, 3), VersionSpan(3, 3)),
         weights=(Acknowledged("rollout-1", 2, "two"), Acknowledged("rollout-1", 3, "three")),
     )
     host = replace(scored("a", [0.0, 0.0], group_id=9, version=5), columns={"reference_logprobs": "of other tokens"})
-    versions = (VersionSpan(3, 3), VersionSpan(5, 3))
-    after = Graft(host, 0, donor, 1).applied("composed", versions)
-    assert after.episodes == (donor.episodes[1], host.episodes[1])
-    assert (after.versions, after.oldest_version, after.payload, after.columns) == (versions, 3, "composed", {})
-    assert {(a.replica, a.version) for a in after.weights} == {("rollout-0", 5), ("rollout-1", 3)}
+    versions = (VersionSpan(5, 3),)
+    after = Replacement(host, 0, donor, 1).applied("composed", versions)
+    assert after.episodes == (replace(donor.episodes[1], origin="stored"), host.episodes[1])
+    assert (after.versions, after.oldest_version, after.payload, after.columns) == (versions, 5, "composed", {})
+    assert {(a.replica, a.version) for a in after.weights} == {("rollout-0", 5)}
     assert (after.group_id, after.permit_version) == (9, 5)
 
 
@@ -363,7 +379,7 @@ def test_history_always_covers_settled_and_published_groups(actions):
         task_id, size = ledger.open[group_id].task_id, sizes[group_id]
         num_successes = min(num_successes, size)
         rewards = [1.0] * num_successes + [0.0] * (size - num_successes)
-        ledger.curation.scored(scored(task_id, rewards, group_id))
+        ledger.curation.record(scored(task_id, rewards, group_id))
         model.scored[group_id] = (task_id, num_successes, size)
 
     for action, choice, num_successes in actions:
@@ -428,7 +444,7 @@ def _settle_early(ledger: Ledger, assignment: Assignment, seed: int) -> bool:
     skill = random.Random(f"{seed} {assignment.task.id} {assignment.group_id // 40}").random()
     chance = random.Random(f"{seed} {assignment.group_id}")
     rewards = [float(chance.random() < 1.3 * skill) for _ in range(assignment.size)]
-    ledger.curation.scored(scored(assignment.task.id, rewards, assignment.group_id))
+    ledger.curation.record(scored(assignment.task.id, rewards, assignment.group_id))
     if is_equal := len(set(rewards)) == 1:
         ledger.drop(assignment.group_id)
     return is_equal
@@ -467,28 +483,29 @@ def test_the_tested_runs_include_skipped_tasks_and_smaller_groups():
     actions=st.lists(st.tuples(st.sampled_from(["success", "failure", "publish"]), st.integers(0, 6)), max_size=60),
 )
 def test_stored_successes_stay_within_the_limit_and_newest_per_task(limit, actions):
-    curation = Curriculum(CurationSection(stored_successes=limit))
+    curation = Curation(CurationSection(stored_successes=limit))
     newest: dict[str, int] = {}
     for group_id, (action, number) in enumerate(actions):
         task_id = f"task-{number}"
         if action == "publish":
             curation.publish()
         elif action == "success":
-            curation.scored(scored(task_id, [0.0, 1.0], group_id))
+            curation.record(scored(task_id, [0.0, 1.0], group_id))
             newest[task_id] = group_id
         else:
-            graft = curation.graft_for(scored(task_id, [0.0, 0.0], group_id), at_least(0))
-            assert graft is None or graft.donor.group_id == newest[task_id]
+            replacement = curation.replacement_for(scored(task_id, [0.0, 0.0], group_id), at_least(0))
+            assert replacement is None or replacement.donor.group_id == newest[task_id]
         assert curation.metrics()["curation/stored"] <= min(limit, len(newest))
 
 
-def test_metas_of_a_grafted_group_are_those_of_its_payload():
-    """`Graft.applied` and whoever composes the payload take the same places."""
+def test_metas_of_a_replaced_group_are_those_of_its_payload():
+    """`Replacement.applied` and whoever composes the payload take the same places."""
     host, donor = (tuple(f"{name}{i}" for i in range(3)) for name in "hd")
     metas: Mapping[str, EpisodeMeta] = {name: episode(float(i)) for i, name in enumerate((*host, *donor))}
     groups = [
         replace(scored("a", [], i), episodes=tuple(metas[n] for n in names)) for i, names in enumerate((host, donor))
     ]
-    graft = Graft(groups[0], 2, groups[1], 1)
-    payload = with_episode(host, graft.episode, donor[graft.donor_episode])
-    assert graft.applied(payload, ()).episodes == tuple(metas[name] for name in payload)
+    replacement = Replacement(groups[0], 2, groups[1], 1)
+    payload = with_episode(host, replacement.episode, donor[replacement.donor_episode])
+    stored = {"d1": replace(metas["d1"], origin="stored")}
+    assert replacement.applied(payload, ()).episodes == tuple({**metas, **stored}[name] for name in payload)

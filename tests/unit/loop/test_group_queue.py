@@ -211,7 +211,7 @@ LEGAL[State.TAKEN].add(State.READY)
 
 
 @settings(max_examples=200)
-@given(choices=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 99)), max_size=80), has_signal=st.booleans())
+@given(choices=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 99)), max_size=80), has_signal=st.booleans())
 @virtual
 async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choices, has_signal):
     queue = queue_of(2, max_staleness=1, window=9, signals=SIGNALS if has_signal else frozenset())
@@ -222,7 +222,6 @@ async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choice
         permit, one = held[choice % len(held)][1], attempts[choice % len(attempts)]
         operations: list[Callable[[], object]] = [
             lambda: queue.start_rollout(permit),
-            lambda: queue.renew(permit, group(permit.group.group_id)),
             lambda: queue.finish_rollout(one, rolled_out(group(one.group_id))),
             lambda: queue.score(one, group(one.group_id)),
             lambda: queue.offer(one),
@@ -239,14 +238,14 @@ async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choice
 
     for operation, choice in choices:
         states, before = {one: one.state for one in attempts}, counts()
-        if held and operation < 10:
+        if held and operation < 9:
             try:
                 ask(operation, choice)
             except RuntimeError:
                 assert ({one: one.state for one in attempts}, counts()) == (states, before)
-        elif held and operation == 10:
+        elif held and operation == 9:
             await held.pop(choice % len(held))[0].aclose()
-        elif operation == 11 and queue.num_finished > 1:
+        elif operation == 10 and queue.num_finished > 1:
             await queue.take(queue.version)
         elif queue._free.qsize():
             stack = AsyncExitStack()
@@ -600,28 +599,26 @@ async def test_duplicate_and_outdated_columns_are_refused_and_counted():
         assert queue.finish_rollout(first, rolled_out(group(0)))
         assert queue.put(first, SIGNAL, 1)
         assert not queue.put(first, SIGNAL, 2), "a duplicate"
-        queue.renew(permit, group(0))
-        assert not queue.put(first, SIGNAL, 3), "it is of another payload"
-        assert queue.put(permit.group, SIGNAL, 4)
         with pytest.raises(RuntimeError, match="group 1 is ISSUED and cannot be annotated"):
             queue.put(other.group, SIGNAL, 5)
         queue.drop(permit.group, "failed", "")
         assert not queue.score(permit.group, group(0)), "the group was dropped"
-        assert (queue.num_refused, queue.num_reissued) == (3, 0)
-        assert (first.columns, permit.group.columns) == ({SIGNAL: 1}, {SIGNAL: 4})
+        assert (queue.num_refused, queue.num_reissued) == (2, 0)
+        assert first.columns == {SIGNAL: 1}
 
 
 @virtual
-async def test_a_renewed_group_keeps_its_attempt_and_is_annotated_again():
-    queue = queue_of(1, signals=SIGNALS)
+async def test_a_group_whose_episodes_may_change_is_annotated_once_it_is_scored():
+    queue = queue_of(1, signals=SIGNALS, annotated_from=State.SCORED)
     async with queue.permit() as permit:
         first = queue.start_rollout(permit)
         queue.finish_rollout(first, rolled_out(group(0)))
-        assert await queue.take_for(SIGNAL, 100) == [first]
-        queue.renew(permit, replace(group(0), payload="grafted"))
-        assert (first.state, permit.group.state, permit.group.attempt) == (State.REISSUED, State.ROLLED_OUT, 1)
-        assert await queue.take_for(SIGNAL, 100) == [permit.group]
-        assert permit.group.group.payload == "grafted"
+        taking = asyncio.create_task(queue.take_for(SIGNAL, 100))
+        await asyncio.sleep(1.0)
+        assert not taking.done()
+        queue.score(first, replace(group(0), payload="replaced"))
+        assert await taking == [first]
+        assert first.group.payload == "replaced"
 
 
 @virtual

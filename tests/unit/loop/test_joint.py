@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.contracts import Graft, GroupScores
+from rlsys.contracts import GroupScores
 from rlsys.errors import WorkerDied
 from rlsys.loop.group_queue import Permit
 from rlsys.loop.multi_policy import Joint
@@ -48,9 +48,6 @@ class Workers:
         if len(self.scored) in self.failing_scores:
             raise WorkerDied("reward-0", "scoring", "the process is gone")
         return GroupScores((Score(float(len(self.scored))),), Busy("reward-0", 0, 1))
-
-    async def graft(self, graft: Graft) -> Group:
-        return graft.group
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None: ...
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from rlsys.contracts import Actor, TrainedGroup, TrainStats
+from rlsys.contracts import Actor, Saving, TrainedGroup, TrainStats
 from rlsys.errors import CheckpointError, ModelError, PayloadLost, RlsysError, WorkerDied
 from rlsys.loop.learner import StepResult
 from rlsys.loop.rollout_records import MOST_UNWRITTEN, RolloutRecords
@@ -26,10 +27,20 @@ class Writer:
         self.places: list[Sequence[int]] = []
         self.files: list[asyncio.Future[None]] = []
 
-    async def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Awaitable[None]:
+    def record(self, path: Path, step: int, trained: Sequence[TrainedGroup]) -> Saving[None]:
         self.places.append([own.place for own in trained])
         self.files.append(asyncio.get_running_loop().create_future())
-        return self.files[-1]
+        return _Written(self.files[-1])
+
+
+@dataclass(frozen=True)
+class _Written:
+    file: asyncio.Future[None]
+
+    async def copied(self) -> None: ...
+
+    async def written(self) -> None:
+        await self.file
 
 
 def step_of(*group_ids: int) -> tuple[list[Task], StepResult]:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlsys.errors import ConfigError, RunAborted
+from rlsys.errors import RunAborted
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import Task
 from tests.groups import group
@@ -38,8 +38,3 @@ def test_a_group_comes_with_its_scores_and_the_driver_reads_them():
 def test_a_group_without_scores_is_refused():
     with pytest.raises(RunAborted, match=r"set reward\.workers to 1"):
         asyncio.run(ReplicaRewards().score(Task(id="t", prompt="p"), group(0)))
-
-
-def test_a_graft_needs_a_worker():
-    with pytest.raises(ConfigError, match=r"set reward\.workers"):
-        asyncio.run(ReplicaRewards().graft(None))  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""Saving the steps of a run: when, what, and beside the next steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlsys.contracts import Files, Saving, Workers
+from rlsys.errors import CheckpointError, PayloadLost, RlsysError
+from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, SavedModels
+from rlsys.loop.failure_policy import DroppedGroups
+from rlsys.loop.group_queue import GroupQueue, InFlightGroup
+from rlsys.loop.learner import Learner
+from rlsys.loop.remote_checkpoints import CheckpointCopies
+from rlsys.loop.run_position import RunPosition
+from rlsys.loop.step_metrics import StepClock
+from rlsys.loop.stop_request import StopRequest
+from rlsys.monitoring.events import CheckpointSaved, Events
+from rlsys.weight_sync.sync import WeightSync
+
+SAVE_S = 300.0
+"""Seconds for the last checkpoint once the run is to end: generous, because giving up loses the steps in it."""
+_UNSAVED = (
+    f"the checkpoint of step {{}} was not written within {SAVE_S:g} s; go on from the one before with run.resume=auto"
+)
+
+
+@dataclass
+class Saver:
+    """Copies the state of a step before the next one begins, and writes it beside that; one checkpoint at a time.
+
+    Methods raise `CheckpointError`, also for a checkpoint that an earlier call began.
+    """
+
+    workers: Workers
+    queue: GroupQueue
+    weights: WeightSync
+    checkpoints: Checkpoints
+    events: Events
+    learner: Learner
+    dropped_groups: DroppedGroups
+    clock: StepClock
+    stop: StopRequest
+    position: RunPosition
+    copies: CheckpointCopies | None = None
+    """None in a run whose checkpoints are not copied."""
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    """Writing of the newest checkpoint."""
+
+    async def save_if_due(self, *, is_last: bool) -> None:
+        """Begin to save the last finished step if its checkpoint is due, once the one before is written."""
+        step = self.position.version
+        if self._writing is not None and self._writing.done():
+            await self._writing  # raises why the last one failed
+        now_s = asyncio.get_running_loop().time()
+        if not self.checkpoints.is_due(step, now_s, is_last=is_last or self.stop.is_made):
+            return
+        await self.settled()
+        began = asyncio.get_running_loop().time()
+        saving, is_copied = self.checkpoints.save(step, self._state(), self._files_in), False
+        async with self.stop.cuts(SAVE_S):
+            with self.clock.span("checkpoint"):
+                await saving.copied()
+                is_copied = True
+        if not is_copied:
+            raise CheckpointError(_UNSAVED.format(step))
+        self._writing = asyncio.create_task(self._write(step, began, saving))
+
+    async def settled(self) -> None:
+        """Wait until the checkpoint that is being written, if there is one, is on disk."""
+        if self._writing is None:
+            return
+        async with self.stop.cuts(SAVE_S) as wait:
+            await self._writing
+        if wait.expired():
+            raise CheckpointError(_UNSAVED.format(self.position.version))
+
+    async def given_up(self) -> None:
+        """Wait until the checkpoint that is being written has failed with its ranks, or was all but written."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+
+    async def save_rest(self) -> None:
+        """Save the last finished step, unless that is done, or a later step changed the weights and did not end."""
+        if self.position.version > self.position.restored and not self.learner.is_half_way:
+            await self.save_if_due(is_last=True)
+        await self.settled()
+
+    async def save_before(self, error: BaseException) -> None:
+        """Save what there is before `error` ends the run, and note in it what can be resumed."""
+        reason, step = "a later step did not end" if self.learner.is_half_way else "", self.position.version
+        try:
+            await self.save_rest()
+        except RlsysError as problem:
+            reason = str(problem)
+        saved = self.checkpoints.last_saved
+        if saved != step and step > self.position.restored:
+            error.add_note(f"step {step} could not be saved: {reason}")
+        kept = "no step is saved; begin anew" if saved is None else f"step {saved} is saved; go on"
+        error.add_note(f"{kept} with run.resume=auto")
+
+    async def written(self) -> None:
+        """Wait for the checkpoint that is being written, and give it up after `SAVE_S`; raise nothing."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=SAVE_S)
+            self._writing.cancel()
+
+    async def copied(self) -> None:
+        """Wait for the copies of checkpoints, and give them up after `SAVE_S`."""
+        if self.copies:
+            await self.copies.end(SAVE_S)
+
+    def _state(self) -> DriverState:
+        position, published = self.position, dict(self.weights.published)
+        ledger, past, scores = self.queue.ledger.state(), dict(self.learner.past), self.checkpoints.best.state()
+        return DriverState(position.version, published, ledger, past, position.num_lost, scores)
+
+    def _files_in(self, folder: Path) -> Saving[Files]:
+        finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
+        return _SavedFiles(self, folder, finished, SavedModels(self.workers, folder))
+
+    async def _write(self, step: int, began: float, saving: Saving[Path]) -> None:
+        path = await saving.written()
+        self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
+        if self.copies:
+            self.copies.begin()
+
+    async def save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> int:
+        """Write the groups; return the size of the file. Leave out groups whose payload is lost, and reissue them
+        unless they are in training now."""
+        try:
+            return await self.workers.actor.save_groups(path, [each.group for each in groups])
+        except PayloadLost as error:
+            lost = [each for each in groups if each.group_id in error.group_ids]
+            if not lost:
+                raise
+            if waiting := [each for each in lost if each in self.queue.finished]:
+                self.dropped_groups.reissue_lost(error, waiting)
+            return await self.save_groups(path, [each for each in groups if each not in lost])
+
+
+@dataclass(frozen=True)
+class _SavedFiles:
+    """Implements `Saving`: models and finished groups."""
+
+    saver: Saver
+    folder: Path
+    finished: Sequence[InFlightGroup]
+    models: SavedModels
+
+    async def copied(self) -> None:
+        await self.models.copied()
+
+    async def written(self) -> Files:
+        groups = self.saver.save_groups(self.folder / GROUPS, self.finished)
+        num_bytes, files = await asyncio.gather(groups, self.models.written())
+        return {**files, GROUPS: num_bytes}
