@@ -281,7 +281,6 @@ class History:
             "policy": "policy",
             "columns": {},
             "readings": readings,
-            "record_v": 2,
         }
 
     def _trajectory(self, agent: str, parent: int | None, said: list[tuple[str, str]], version: int) -> tuple:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
-from rlsys.replay.rollout_log import RolloutRecord, as_plain, rollout_of
+from rlsys.replay.rollout_log import RolloutRecord, as_plain, decoder_of
 from rlsys.types import Episode, GroupKey, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
 
 
@@ -60,12 +60,10 @@ def _line_of(record: RolloutRecord) -> dict[str, Any]:
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write groups that are given as JSON; to a `.jsonl` as an earlier version did."""
-    texts = [orjson.dumps({"record_v": 2, **line}) for line in lines]
-    if path.suffix == ".jsonl":
-        path.write_bytes(b"\n".join(texts) + b"\n")
-    else:
-        write_rollouts(path, [rollout_of(text, "a test") for text in texts])
+    """Write groups that are given as JSON."""
+    decode = decoder_of(RolloutRecord)
+    rows = (orjson.loads(orjson.dumps(line)) for line in lines)
+    write_rollouts(path, [decode({**row, "key": GroupKey(row["group_id"], 0)}) for row in rows])
 
 
 def damage(path: Path, *places: int) -> None:

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rlsys.errors import DataError
-from rlsys.replay.recorded_rollouts import RolloutLines, episode_row
-
 _COLUMNS = (
     "step", "group_id", "episode", "task_id", "source", "policy", "replica", "reward", "advantage", "outcome", "reason",
     "num_tokens", "prompt", "text", "session",
@@ -37,11 +34,7 @@ class IndexedFile(NamedTuple):
 
 
 def indexed_file(path: Path) -> IndexedFile:
-    """Read a file of rollouts of any version. Raises `OSError`; of a damaged file, the groups that can be read."""
-    return _from_lines(path) if path.suffix == ".jsonl" else _from_table(path)
-
-
-def _from_table(path: Path) -> IndexedFile:
+    """Read a file of rollouts. Raises `OSError`; of a damaged file, the groups that can be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -68,20 +61,6 @@ def _from_table(path: Path) -> IndexedFile:
 def _episodes(rows: Any) -> Iterator[IndexedEpisode]:  # noqa: ANN401  (a table of pyarrow)
     for row in zip(*(rows[name].to_pylist() for name in _COLUMNS), strict=True):
         yield _episode(dict(zip(_COLUMNS, row, strict=True)))
-
-
-def _from_lines(path: Path) -> IndexedFile:
-    """Read a file of an earlier version."""
-    lines = RolloutLines(path)
-    found: list[IndexedEpisode] = []
-    num_corrupt = 0
-    for place in range(len(lines.group_ids)):
-        try:
-            record = lines.record(place)
-            found += [_episode(episode_row(record, e)) for e in range(len(record.episodes))]
-        except (DataError, LookupError, TypeError, ValueError):
-            num_corrupt += 1
-    return IndexedFile(found, num_corrupt)
 
 
 def _episode(row: Mapping[str, Any]) -> IndexedEpisode:

@@ -13,7 +13,7 @@ from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.rollout_files import RolloutFiles
 from rlsys.dashboard.rollout_listing import Lists
-from rlsys.replay.rollout_log import WHOLE_FORMAT, RolloutRecord
+from rlsys.replay.rollout_log import RolloutRecord
 
 _AT_ONCE = 16
 """Most blocks of spans to summarise during a request; if there are more, a thread summarises them."""
@@ -74,7 +74,7 @@ class OpenedRun:
         step, folder = record.step, self.folder.path / "checkpoints"
         saved = [path.parent.name.removeprefix("step_") for path in folder.glob("step_*/manifest.json")]
         start = max((int(name) for name in saved if name.isdecimal() and int(name) < step), default=0)
-        is_whole = record.record_v >= WHOLE_FORMAT and self.config.values.get("record.share", 1.0) == 1.0
+        is_whole = self.config.values.get("record.share", 1.0) == 1.0
         return is_whole and set(range(start + 1, step + 1)) <= set(self.rollouts.steps())
 
     def _look(self) -> None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from rlsys.dashboard.folders import RunFolder, as_text
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.errors import DataError
-from rlsys.replay.recorded_rollouts import RolloutLines, RolloutTable, open_rollouts, step_in
+from rlsys.replay.recorded_rollouts import RolloutTable, step_in
 from rlsys.replay.rollout_log import RolloutRecord
 
 _TICK_NS = 2_000_000_000
@@ -100,9 +100,9 @@ class RolloutFiles:
             self._corrupt.add((step, place))
             raise NoSuch(f"group {group_id} of step {step} cannot be read: {error}") from error
 
-    def _opened(self, step: int) -> RolloutLines | RolloutTable:
+    def _opened(self, step: int) -> RolloutTable:
         try:
-            return open_rollouts(self._path(step))
+            return RolloutTable(self._path(step))
         except OSError:  # deleted just now, or not readable
             self._missing(step)
         except DataError as error:

@@ -20,6 +20,7 @@ from rlsys.loop.evaluation import EVALUATIONS, EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, Retries
 from rlsys.loop.group_queue import GroupQueue, State
 from rlsys.loop.learner import BatchShape, Learner
+from rlsys.loop.production import Production
 from rlsys.loop.recovery import Recovery
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
@@ -75,7 +76,7 @@ def build_driver(
         learner=learner,
         saver=saver,
         recovery=recovery,
-        retries=retries,
+        production=Production(workers, queue, weights, learner, recovery, retries, dropped_groups, events, clock),
         dropped_groups=dropped_groups,
         records=_records_of(config, workers, events),
         events=events,

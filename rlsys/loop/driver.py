@@ -12,24 +12,22 @@
     watch      idle time           NoProgress         the no-progress limit          never; cancelled at the end
 
 The driver decides and never touches the payload of a group. Synchronous RL is this loop with `max_staleness: 0`.
-`repack` and `look` are companions, which a run can do without. `rlsys.loop.saver` saves checkpoints;
+`produce` and `annotate` are in `rlsys.loop.production`. `repack` and `look` are companions, which a run can do
+without. `rlsys.loop.saver` saves checkpoints;
 `rlsys.loop.recovery` says what happens after the death of a rank.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
-from rlsys.algorithm import Signal
-from rlsys.contracts import Replacement, Workers
+from rlsys.contracts import Workers
 from rlsys.errors import (
     CheckpointError,
     DeadlineExceeded,
-    GroupExpired,
     NoProgress,
     NoSignal,
     PayloadLost,
@@ -40,11 +38,12 @@ from rlsys.errors import (
     WorkerError,
     first_of,
 )
-from rlsys.loop.curation import Curation
+from rlsys.loop.companion import Companion
 from rlsys.loop.evaluation import EvaluationLane
-from rlsys.loop.failure_policy import DroppedGroups, GivenUp, Retries
-from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit
-from rlsys.loop.learner import REFERENCE, Learner, StepResult
+from rlsys.loop.failure_policy import DroppedGroups
+from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup
+from rlsys.loop.learner import Learner, StepResult
+from rlsys.loop.production import Production
 from rlsys.loop.recovery import Recovery
 from rlsys.loop.rollout_records import RolloutRecords
 from rlsys.loop.run_position import RunPosition
@@ -54,34 +53,17 @@ from rlsys.loop.stop_request import StopRequest
 from rlsys.monitoring.events import (
     Events,
     FileSkipped,
-    GroupReissued,
     StepDone,
     WorkerFailed,
     WorkerRestarted,
-    emit_busy,
 )
-from rlsys.types import Busy, Group, PolicyVersion, Task
+from rlsys.types import PolicyVersion, Task
 from rlsys.util import deadlines
 from rlsys.util.files import free_gb
 from rlsys.weight_sync.sync import WeightSync
 
-ANNOTATED_AT_ONCE = 8
-"""Micro-batches of tokens per call of an annotator: enough for full utilisation, few enough to stream."""
 STOP_S = 30.0
 """Seconds that a step under way may take once the run is to end; more if an earlier step of the session took more."""
-
-
-class Companion(Protocol):
-    """Loop beside the others that a run can do without."""
-
-    def published(self, version: PolicyVersion) -> None:
-        """Note that `version` is the newest."""
-
-    def run(self) -> Coroutine[Any, Any, None]:
-        """Run until cancelled."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return metrics for the row of a step."""
 
 
 @dataclass
@@ -95,7 +77,7 @@ class Driver:
     learner: Learner
     saver: Saver
     recovery: Recovery
-    retries: Retries
+    production: Production
     dropped_groups: DroppedGroups
     records: RolloutRecords
     events: Events
@@ -202,107 +184,13 @@ class Driver:
         if self.evaluation:
             self.evaluation.stop()
 
-    # --------------------------------------------------------------------------------------------------------- produce
+    # ----------------------------------------------------------------------------------------------------------- learn
 
     def _fill_queue(self) -> None:
         """Start the loops of producers and annotators, on the weights of `position`."""
         for companion in self.companions:
             companion.published(self.position.version)
-        self._filling = [self._loops.create_task(self._produce()) for _ in range(self.queue.capacity)]
-        self._filling += [self._loops.create_task(self._annotate(signal)) for signal in sorted(self.queue.signals)]
-
-    async def _produce(self) -> None:
-        """Roll out and score one group after the other.
-
-        Consumes permits and tasks, produces episodes and rewards. Waits for a free permit; unblocked by `_learn`
-        releasing a step's permits, or by another group being dropped or lost.
-        """
-        while True:
-            async with self.queue.permit() as permit:
-                with self.clock.producing():
-                    await self._fill(permit)
-
-    async def _fill(self, permit: Permit) -> None:
-        """Roll out and score the group of a permit, or give it up if the failure policy decides so."""
-        persist, workers = self.retries.persist, self.workers
-        try:
-            await persist(workers.rollouts, lambda: self._roll_out(permit))
-            scored = await persist(workers.rewards, lambda: self._score(permit.group))
-            if not permit.group.is_over:
-                scored = await self._curation.on_scored(scored, self.queue.oldest_in_time, self._replace)
-            await persist(workers.rewards, lambda: self._hand_in(permit.group, scored))
-        except PayloadLost as error:
-            self.dropped_groups.reissue_lost(error, [permit.group])
-        except GivenUp as given_up:
-            self.dropped_groups.give_up(permit.group, given_up)
-
-    async def _roll_out(self, permit: Permit) -> None:
-        group = self.queue.start_rollout(permit)
-        try:
-            (rolled_out,) = await self.workers.rollouts.run(group.assignment)
-        except GroupExpired as expired:
-            self.events.emit(GroupReissued(group.group_id, group.assignment.task.id, str(expired)))
-            raise
-        report = rolled_out.report
-        assert report is not None, f"group {group.group_id} has no report"
-        self.clock.add("rollout", report.busy)  # at once: events align its end with the present
-        emit_busy(self.events, "pulling", report.pulls, answered_s=report.busy.end_s)
-        try:
-            await self.weights.verify(rolled_out)
-        except (WorkerDied, DeadlineExceeded) as failure:
-            if not self.recovery.is_of_model(failure):
-                raise
-            self.recovery.met(failure)
-            await asyncio.Event().wait()  # the learner cancels this loop: its version will never arrive
-        self.clock.offer(rolled_out, report.waited_s)
-        self.queue.finish_rollout(group, rolled_out)
-
-    async def _score(self, group: InFlightGroup) -> Group:
-        scored = await self.workers.rewards.score(group.assignment.task, group.group)
-        self.clock.add("reward", scored.busy)
-        group.scoring = scored.busy
-        return group.group.with_scores(scored.scores)
-
-    async def _replace(self, replacement: Replacement) -> Group:
-        composer = self.workers.composer
-        assert composer is not None, "a run that stores successes has one"
-        return await self.retries.persist(composer, lambda: composer.replaced(replacement))
-
-    async def _hand_in(self, group: InFlightGroup, scored: Group) -> None:
-        """Offer a scored group to the learner. Raises `NothingToTrain` or `NoSignal` if it cannot be trained."""
-        if not self.queue.score(group, scored):
-            return
-        self.learner.check(scored)
-        self.queue.offer(group)
-        self.dropped_groups.scored()
-
-    @property
-    def _curation(self) -> Curation:
-        return self.queue.ledger.curation
-
-    # -------------------------------------------------------------------------------------------------------- annotate
-
-    async def _annotate(self, signal: Signal) -> None:
-        """Add one column to each group as it arrives, while others are still being rolled out.
-
-        Consumes episodes, produces the column `signal`. Waits for a rolled-out group; unblocked by `_produce`.
-        """
-        loop = asyncio.get_running_loop()
-        while True:
-            taken = await self.queue.take_for(signal, ANNOTATED_AT_ONCE * self.learner.shape.max_tokens)
-            began = loop.time()
-            maker = self.workers.annotators[signal]
-            groups = [each.group for each in taken]
-            try:
-                annotated = await self.retries.persist(maker, lambda: maker.annotate(groups, signal))  # noqa: B023
-            except PayloadLost as error:
-                self.queue.put_back(signal, self.dropped_groups.reissue_lost(error, taken))
-                continue
-            self.clock.add("annotate", Busy(REFERENCE, began, loop.time()))
-            for group, answer in zip(taken, annotated, strict=True):
-                self.queue.put(group, signal, answer.columns[signal])
-
-    # ----------------------------------------------------------------------------------------------------------- learn
+        self._filling = [self._loops.create_task(loop) for loop in self.production.loops()]
 
     async def _learn(self) -> None:
         """Train until the end, or `stop`. If a rank of actor or critic dies or freezes, replace all and go on.
@@ -352,7 +240,7 @@ class Driver:
         """Run one optimizer step after the other.
 
         Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to be
-        complete; unblocked by `_produce` and `_annotate`, or a group being dropped. Waits for a running evaluation only
+        complete; unblocked by `Production`, or a group being dropped. Waits for a running evaluation only
         when the next one is due, and at the end. `stop` unblocks every wait. An evaluation that is the last of too many
         without a better value ends the loop before its next step.
         """

@@ -5,8 +5,6 @@ after the other, and the readings of its trained tokens. `session` is the episod
 these lists in its place. What holds for the whole group is in its first row: `task`, as JSON, and one column per
 signal. The other columns repeat a part of that for whoever reads the files without rlsys: any tool that reads Parquet
 can filter episodes by reward or text. The round trip is exact for finite numbers.
-
-Files of earlier versions, `.jsonl` with one group per line, are still read.
 """
 
 from __future__ import annotations
@@ -24,21 +22,15 @@ import orjson
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
-from rlsys.replay.rollout_log import (
-    ROLLOUT_FORMAT,
-    EpisodeReading,
-    RolloutRecord,
-    TokenStats,
-    as_plain,
-    decoder_of,
-    rollout_of,
-)
+from rlsys.replay.rollout_log import EpisodeReading, RolloutRecord, TokenStats, as_plain, decoder_of
 from rlsys.types import Episode, GroupKey, Task
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_NAME = re.compile(r"step_(\d+)\.(?:parquet|jsonl)")
+ROLLOUT_FORMAT = 3
+"""Format of the files."""
+_NAME = re.compile(r"step_(\d+)\.parquet")
 _TURN = {"prompt_ids": IntArray, "output_ids": IntArray, "logprobs": FloatArray}
 _READING = {"trainer_logprobs": FloatArray, "entropies": FloatArray, "advantages": FloatArray, "is_masked": BoolArray}
 _PIECES = "pieces"
@@ -53,10 +45,8 @@ _Lists: TypeAlias = dict[str, list[Sequence[Any]]]
 
 
 def rollout_path(run: Path, step: int) -> Path:
-    """Return the file of a step in a run's folder: one of an earlier version only if there is no other."""
-    folder = run / "rollouts"
-    own, old = folder / f"step_{step:06d}.parquet", folder / f"step_{step:06d}.jsonl"
-    return old if old.is_file() and not own.is_file() else own
+    """Return the file of a step in a run's folder."""
+    return run / "rollouts" / f"step_{step:06d}.parquet"
 
 
 def step_in(name: str) -> int | None:
@@ -231,36 +221,16 @@ def _json(value: object) -> str:
 
 
 def read_rollouts(path: Path) -> list[RolloutRecord]:
-    """Read a file of rollouts of any version. Raises `DataError` if it is none, or damaged."""
-    file = open_rollouts(path)
+    """Read a file of rollouts. Raises `DataError` if it is none, or damaged, and `OSError`."""
+    file = RolloutTable(path)
     return [file.record(place) for place in range(len(file.group_ids))]
 
 
-def open_rollouts(path: Path) -> RolloutTable | RolloutLines:
-    """Open a file of rollouts of any version. Raises `DataError` if it is none, and `OSError`."""
-    return RolloutLines(path) if path.suffix == ".jsonl" else RolloutTable(path)
-
-
-class RolloutLines:
-    """A file of an earlier version, with one line of JSON per group."""
-
-    _HEAD = re.compile(rb'\{"step":\d+,"group_id":(\d+),')
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lines = path, path.read_bytes().splitlines()
-        heads = (self._HEAD.match(line) for line in self._lines)
-        self.group_ids = [int(head[1]) if head else None for head in heads]
-        """By place in the file; None for a line that is no record."""
-
-    def record(self, place: int) -> RolloutRecord:
-        """Decode the group at a place. Raises `DataError`."""
-        return rollout_of(self._lines[place], f"{self._path}:{place + 1}")
-
-
 class RolloutTable:
-    """A Parquet file of rollouts, of which only the groups that are asked for are decoded."""
+    """A file of rollouts, of which only the groups that are asked for are decoded."""
 
     def __init__(self, path: Path) -> None:
+        """Open a file. Raises `DataError` if it is no file of rollouts, and `OSError`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -272,9 +242,9 @@ class RolloutTable:
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._problem(error) from error
         metadata = self._file.metadata
-        self._format = int((metadata.metadata or {}).get(_FORMAT, 0))
-        if not 3 <= self._format <= ROLLOUT_FORMAT:
-            raise DataError(f"{path}: not a file of rollouts of this version of rlsys: its format is {self._format}")
+        own_format = int((metadata.metadata or {}).get(_FORMAT, 0))
+        if own_format != ROLLOUT_FORMAT:
+            raise DataError(f"{path}: not a file of rollouts of this version of rlsys: its format is {own_format}")
         groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
         at = self._file.schema_arrow.get_field_index("group_id")
         self.group_ids = [group.column(at).statistics.min for group in groups]
@@ -285,7 +255,7 @@ class RolloutTable:
         import pyarrow as pa
 
         try:
-            return _record(self._file.read_row_group(place), self._format)
+            return _record(self._file.read_row_group(place))
         except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
             raise self._problem(error) from error
 
@@ -293,10 +263,9 @@ class RolloutTable:
         return DataError(f"{self._path}: not a file of rollouts of this version of rlsys, or damaged: {error!r}")
 
 
-def _record(rows: pa.Table, record_v: int) -> RolloutRecord:
+def _record(rows: pa.Table) -> RolloutRecord:
     """Return the group of these rows."""
     first = {name: rows[name][0].as_py() for name in ("step", "permit_version", "policy", "replica")}
-    attempt = rows["attempt"][0].as_py() if "attempt" in rows.column_names else 0
     group = orjson.loads(rows["task"][0].as_py())
     sessions = [orjson.loads(text) for text in rows["session"].to_pylist()]
     lists = {name: _Reader(rows[name], kind) for name, kind in (*_TURN.items(), *_READING.items())}
@@ -324,14 +293,13 @@ def _record(rows: pa.Table, record_v: int) -> RolloutRecord:
         columns[signal] = tuple(column.take(length) for length in lengths)
     return RolloutRecord(
         **first,
-        key=GroupKey(rows["group_id"][0].as_py(), attempt),
+        key=GroupKey(rows["group_id"][0].as_py(), rows["attempt"][0].as_py()),
         task=decoder_of(Task)(group["task"]),
         episodes=tuple(decoder_of(Episode)(session["episode"]) for session in sessions),
         assigned=tuple(map(decoder_of(TrajectoryAdvantage), group["assigned"])),
         parts=tuple(group["parts"]),
         columns=columns,
         readings=tuple(readings),
-        record_v=record_v,
     )
 
 

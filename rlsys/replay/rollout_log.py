@@ -36,13 +36,6 @@ Fields: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Sequence[float]]
 """Column of a group: one row per sample in the order of `samples_in`, with one float per completion token."""
 
-ROLLOUT_FORMAT = 3
-"""Format of rollouts. Up to format 2 they were lines of JSON. Lines of format 1 have no format number, no columns, no
-readings, and one advantage per trajectory."""
-
-WHOLE_FORMAT = 2
-"""First format of rollouts that holds all that a step trained."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
@@ -81,7 +74,6 @@ class RolloutRecord:
     step: int
     """Optimizer steps behind the weights after the group was trained."""
     key: GroupKey
-    """In a file of an earlier version, the attempt is 0."""
     task: Task
     replica: str
     permit_version: PolicyVersion
@@ -98,8 +90,6 @@ class RolloutRecord:
     value depend on the other tokens of its batch."""
     readings: tuple[EpisodeReading, ...] = ()
     """Decoded text and trainer statistics of each token; empty if not recorded."""
-    record_v: int = ROLLOUT_FORMAT
-    """Format of the line it was read from."""
 
     @classmethod
     def of(
@@ -150,11 +140,6 @@ class GroupRecord:
     episodes: tuple[Episode, ...]
 
 
-def rollout_of(line: bytes, where: str) -> RolloutRecord:
-    """Decode a group of a file of rollouts up to format 2. Raises `DataError`, with `where`, if it is no record."""
-    return _decoded(line, _rollout, where)
-
-
 def write_groups(path: Path, records: Iterable[GroupRecord]) -> int:
     """Write finished groups for `read_groups`; return the size of the file in bytes.
 
@@ -202,27 +187,9 @@ def _decoded(line: bytes, decode: Callable[[Fields], Record], where: str) -> Rec
 
 
 def _group_record(f: Fields) -> GroupRecord:
-    return decoder_of(GroupRecord)({**f, "group": _with_key(f["group"])})
-
-
-def _rollout(f: Fields) -> RolloutRecord:
-    if "assigned" not in f:
-        f = {**f, "assigned": _assigned_of_format_1(f["advantages"])}
-    return decoder_of(RolloutRecord)({"record_v": 1, **_with_key(f)})
-
-
-def _with_key(f: Fields) -> Fields:
-    """Add the key of a group that an earlier session finished, of which JSON has the id."""
-    return {**f, "key": GroupKey(decoder_of(int)(f["group_id"]), 0)}
-
-
-def _assigned_of_format_1(advantages: Sequence[Sequence[float | None]]) -> list[Fields]:
-    return [
-        {"episode": e, "trajectory": t, "advantage": advantage}
-        for e, of_episode in enumerate(advantages)
-        for t, advantage in enumerate(of_episode)
-        if advantage is not None
-    ]
+    """Decode a group that an earlier session finished, of which JSON has the id."""
+    group = {**f["group"], "key": GroupKey(decoder_of(int)(f["group"]["group_id"]), 0)}
+    return decoder_of(GroupRecord)({**f, "group": group})
 
 
 @cache

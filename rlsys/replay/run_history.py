@@ -17,7 +17,7 @@ from rlsys.errors import DataError
 from rlsys.loop.checkpoint import newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
 from rlsys.replay.recorded_rollouts import read_rollouts, rollout_path
-from rlsys.replay.rollout_log import WHOLE_FORMAT, RolloutRecord, decoder_of
+from rlsys.replay.rollout_log import RolloutRecord, decoder_of
 from rlsys.types import PolicyVersion
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone, RolledBack))
@@ -31,7 +31,7 @@ class RunHistory:
     hashes: dict[PolicyVersion, str] = field(default_factory=dict)
     """Hash of the published weights by version."""
     ends: dict[int, StepDone] = field(default_factory=dict)
-    """Results by step. A run older than `group_ids` has none."""
+    """Results by step."""
     lost: set[int] = field(default_factory=set)
     """Versions that are no longer steps behind the weights: lost with the actor, see `RolledBack`."""
 
@@ -100,13 +100,8 @@ class RecordedSteps:
         """Trained rollouts of a step, in order. Raises `DataError` for a file that does not match the recorded step."""
         path, group_ids = self._path(step), self.history.ends[step].group_ids
         records = read_rollouts(path)
-        if any(record.record_v < WHOLE_FORMAT for record in records):
-            raise DataError(
-                f"{path} was written by an early version of rlsys, and does not hold all that the step trained: its "
-                "columns are missing"
-            )
         found = tuple(record.key.group_id for record in records)
-        if not records or any(record.step != step for record in records) or (group_ids and group_ids != found):
+        if not records or any(record.step != step for record in records) or group_ids != found:
             raise DataError(
                 f"{path} contains groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "
                 "is of another session of the run, was changed, or has only a part of them (record.share)"

@@ -169,8 +169,8 @@ class Claim:
     """Tokens by the replica that sampled them."""
     stats: EngineStats | None = None
     """Last statistics of an engine that sampled for it."""
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Wraps the time in which a request is at a replica."""
+    waiting: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Entered while a request is at a replica; requests side by side enter it each."""
     left: set[str] = field(default_factory=set)
     """Replicas that it was moved away from."""
     lost: str = ""
@@ -231,7 +231,8 @@ class RequestRouter:
     def __init__(self, replicas: Iterable[Replica] = (), max_losses: int = 3) -> None:
         """`max_losses`: a request that loses so many replicas one after the other, without a token between, raises the
         error of the last one."""
-        self._places: list[KnownReplica] = [KnownReplica(replica=replica) for replica in replicas]
+        self._places: list[KnownReplica] = []
+        self._use(KnownReplica(replica=replica) for replica in replicas)
         self._max_losses = max_losses
         self._lost: set[str] = set()
         """Names of replicas that have died."""
@@ -246,7 +247,7 @@ class RequestRouter:
         again."""
         known = {place.name: place for place in self._places}
         fresh = [replica for replica in replicas if replica.name not in self._lost]
-        self._places = [known.get(replica.name) or KnownReplica(replica=replica) for replica in fresh]
+        self._use(known.get(replica.name) or KnownReplica(replica=replica) for replica in fresh)
         for place in self._places:
             place.is_stuck = place.name in stuck
         names = {replica.name for replica in fresh}
@@ -430,17 +431,21 @@ class RequestRouter:
         while True:
             if claim.is_exact and claim.hold is None:
                 await self._hold_again(claim, loss)
-            if (place := await self._place(request.prompt_ids, weight, claim)) is None:
+            place = None if self._waiting else self._choose(request.prompt_ids, weight, claim)
+            if place is None and (place := await self._room(request.prompt_ids, weight, claim)) is None:
                 continue
             last: Chunk | None = None
             is_holder = claim.hold is not None and claim.hold.replica == place.name
             hold = claim.hold.id if claim.hold is not None and is_holder else ""
-            sent = replace(request, begun=tokens.begun(), wanted=claim.wanted, hold=hold, is_read=take is not None)
+            sent = Request(
+                request.id, request.prompt_ids, request.sampling, request.seed, tokens.begun(), request.sampled,
+                claim.wanted, hold, take is not None,
+            )  # fmt: skip
             self._note_prefix(request.prompt_ids, place, claim)
             try:
                 if not place.fits(claim.wanted) and not is_holder:
                     await self._ready(place, claim)
-                with claim.waiting():
+                with claim.waiting:
                     async for chunk in place.replica.generate(sent):
                         tokens.add(chunk.more)
                         claim.note(place, chunk)
@@ -483,7 +488,7 @@ class RequestRouter:
             try:
                 if not place.fits(claim.wanted) and claim.hold is None:
                     await self._ready(place, claim)
-                with claim.waiting():
+                with claim.waiting:
                     scored = await place.replica.score(token_ids)
             except LOSSES as error:
                 self._lose(place, error)
@@ -505,13 +510,11 @@ class RequestRouter:
         if (hold := await asyncio.shield(place.pulling)) is not None:
             self._note_hold(place, hold)
 
-    async def _place(self, prompt_ids: tuple[int, ...], weight: int, claim: Claim) -> KnownReplica | None:
+    async def _room(self, prompt_ids: tuple[int, ...], weight: int, claim: Claim) -> KnownReplica | None:
         """Return the place for a request, which counts there from now; None if replicas came or went meanwhile.
 
         Waits for room; unblocked by the end of another request, in order of claims.
         """
-        if not self._waiting and (place := self._choose(prompt_ids, weight, claim)) is not None:
-            return place
         waiter = _Waiter(
             (claim.order, next(self._numbers)), weight, claim, prompt_ids, asyncio.get_running_loop().create_future()
         )
@@ -527,13 +530,15 @@ class RequestRouter:
 
     def _choose(self, prompt_ids: tuple[int, ...], weight: int, claim: Claim) -> KnownReplica | None:
         """The place for a request, which counts there from now; None if it must wait."""
+        for place in self._near:
+            if place.has_slot and not place.is_stuck and self._serves(place, claim):
+                place.add(weight)
+                return place
         fit = [place for place in self._places if self._serves(place, claim)]
         if not fit and not claim.is_exact:
             fit = self._places
-        place = next((place for place in fit if place.replica.is_near and place.has_slot and not place.is_stuck), None)
-        if place is None:
-            home, saved = claim.prefixes.longest(prompt_ids) or (None, 0) if len(fit) > 1 else (None, 0)
-            place = cheapest(fit, weight, home, saved // PREFIX_TOKENS)
+        home, saved = claim.prefixes.longest(prompt_ids) or (None, 0) if len(fit) > 1 else (None, 0)
+        place = cheapest(fit, weight, home, saved // PREFIX_TOKENS)
         if place is not None:
             place.add(weight)
         return place
@@ -571,6 +576,11 @@ class RequestRouter:
 
     # ------------------------------------------------------------------------------------------------------- replicas
 
+    def _use(self, places: Iterable[KnownReplica]) -> None:
+        self._places = list(places)
+        self._near = [place for place in self._places if place.replica.is_near]
+        """Replicas in this process."""
+
     def _find(self, name: str) -> KnownReplica | None:
         return next((place for place in self._places if place.name == name), None)
 
@@ -578,7 +588,7 @@ class RequestRouter:
         """Use a replica no more, or for a while if it only did not answer in time."""
         if place not in self._places:
             return
-        self._places.remove(place)
+        self._use(other for other in self._places if other is not place)
         if isinstance(error, DeadlineExceeded):
             asyncio.get_running_loop().call_later(REST_S, self._return, place)
         else:

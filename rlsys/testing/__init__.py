@@ -28,7 +28,6 @@ from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
 from rlsys.testing.fake_environment import FakeEnvironment
 from rlsys.testing.fake_run import EventRecorder, FakeRun
 from rlsys.testing.scripted_policy import ScriptedPolicy, played
-from rlsys.testing.scripted_replica import ScriptedReplica, seeded_tokens
 
 __all__ = [
     "EventRecorder",
@@ -45,11 +44,9 @@ __all__ = [
     "Fault",
     "RewardAsAdvantage",
     "ScriptedPolicy",
-    "ScriptedReplica",
     "VirtualLoop",
     "now",
     "played",
     "run_virtual",
-    "seeded_tokens",
     "tasks",
 ]

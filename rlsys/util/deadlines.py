@@ -9,8 +9,8 @@ event loop, so that a deadline costs a table entry instead of a timer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from inspect import signature
 from math import inf
 from typing import Any, TypeVar
@@ -75,7 +75,8 @@ def now() -> float:
 
 
 class PausedDeadline:
-    """Deadline whose clock runs only inside its `running` blocks, such as while a group waits for tokens."""
+    """Deadline whose clock runs only inside its `with` blocks, such as while a group waits for tokens. Blocks side by
+    side count once."""
 
     def __init__(self, seconds: float, on_end: Callable[[], object]) -> None:
         """`on_end` is called once, when the clock has run for `seconds`."""
@@ -84,21 +85,18 @@ class PausedDeadline:
         self._entry: object | None = None
         self.is_over = False
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the clock run; blocks side by side count once."""
+    def __enter__(self) -> None:
         self._num_running += 1
         if self._num_running == 1 and self._left_s < inf:
             self._began_s = now()
             self._entry = ticker().call_later(self._left_s, self._end)
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            if not self._num_running and self._entry is not None:
-                ticker().cancel(self._entry)
-                self._left_s -= now() - self._began_s
-                self._entry = None
+
+    def __exit__(self, *raised: object) -> None:
+        self._num_running -= 1
+        if not self._num_running and self._entry is not None:
+            ticker().cancel(self._entry)
+            self._left_s -= now() - self._began_s
+            self._entry = None
 
     def _end(self) -> None:
         self.is_over = True

@@ -11,9 +11,9 @@ import pytest
 
 from rlsys.errors import WorkerDied
 from rlsys.routing.requests import Chunk, Completion, Hold, Replica, Request, WeightsWanted
-from rlsys.testing import ScriptedReplica
 from rlsys.types import Sampling, VersionSpan
 from tests.replicas import Shelf, own_tokens, remote_of, replica_of, scripted
+from tests.scripted_replica import ScriptedReplica
 from workers.rollout.remote_replica import RemoteReplica
 from workers.rollout.replica_worker import ReplicaWorker
 

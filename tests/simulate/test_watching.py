@@ -126,7 +126,8 @@ class Unhurried(WeightSync):
 def test_slow_verification_does_not_shift_the_reported_generation_time(tmp_path):
     world = FakeWorld(num_replicas=1, rollout_s=lambda n: 2.0)
     driver = driver_on(world, tmp_path, steps=1, groups_per_step=1)
-    driver.weights = Unhurried(driver.workers.actor, driver.workers.relays, transfer_s=60.0, max_age=1)
+    weights = Unhurried(driver.workers.actor, driver.workers.relays, transfer_s=60.0, max_age=1)
+    driver.weights = driver.production.weights = weights
     told = [e for e in told_by(driver).of(WorkerBusy) if e.activity == "generating"]
     assert [(e.start_s, e.end_s) for e in told] == [pytest.approx((world.publish_s, world.publish_s + 2.0))]
 

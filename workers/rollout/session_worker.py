@@ -206,7 +206,7 @@ class SessionWorker:
         playing = asyncio.ensure_future(self._sessions.play(live, self.name))
         deadline = PausedDeadline(self._group_s, playing.cancel)
         for claim in live.claims:
-            claim.waiting = deadline.running
+            claim.waiting = deadline
         try:
             await asyncio.wait([playing])
         finally:

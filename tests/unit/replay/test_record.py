@@ -7,7 +7,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -25,19 +25,17 @@ from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
 from rlsys.replay.recorded_rollouts import (
-    open_rollouts,
+    RolloutTable,
     read_rollouts,
-    rollout_path,
-    rollout_paths,
     write_rollouts,
 )
 from rlsys.replay.rollout_log import (
-    ROLLOUT_FORMAT,
     GroupRecord,
     RolloutRecord,
     TokenStats,
+    as_plain,
+    decoder_of,
     read_groups,
-    rollout_of,
     write_groups,
 )
 from rlsys.types import (
@@ -55,7 +53,7 @@ from rlsys.types import (
     failed,
 )
 from tests.groups import rolled_out
-from tests.rollouts import damage, lines_of, rollouts, write_lines
+from tests.rollouts import damage, rollouts
 
 ids = st.lists(st.integers(0, 2**17), max_size=4).map(tuple)
 floats32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -149,10 +147,7 @@ def test_rollouts_come_back_as_they_were(data, task, payload, assigned, columns)
         path = Path(folder, "step_000003.parquet")
         write_rollouts(path, [record, record])
         assert read_rollouts(path) == [record, record]
-        assert open_rollouts(path).group_ids == [5, 5]
-        lines = path.with_suffix(".jsonl")
-        write_lines(lines, lines_of(path))
-        assert [replace(record, record_v=ROLLOUT_FORMAT) for record in read_rollouts(lines)] == [record, record]
+        assert RolloutTable(path).group_ids == [5, 5]
 
 
 @given(floats32)
@@ -198,21 +193,10 @@ def test_any_reader_of_parquet_finds_episodes_by_what_they_got(tmp_path: Path) -
     assert [row[name] for name in names] == [7, 5, 1, "user: 2?", "wrong", -0.5, [3], [-0.5]]
 
 
-def test_rollouts_without_an_attempt_read_as_attempt_zero(tmp_path: Path) -> None:
-    group = replace(group_of((said("a"),)), key=GroupKey(5, 3))
-    write_rollouts(
-        path := tmp_path / "s.parquet", [RolloutRecord.of(7, Task(id="t", prompt="p"), group, (said("a"),), [])]
-    )
-    (back,) = read_rollouts(path)
-    pq.write_table(pq.read_table(path).drop_columns("attempt"), path)
-    (of_earlier,) = read_rollouts(path)
-    assert (back.key, of_earlier) == (GroupKey(5, 3), replace(back, key=GroupKey(5, 0)))
-
-
 def test_one_damaged_group_costs_no_other(tmp_path: Path) -> None:
     path = rollouts(tmp_path / "step_000010.parquet", [1.0] * 6)
     damage(path, 1)
-    file = open_rollouts(path)
+    file = RolloutTable(path)
     assert [file.record(place).key.group_id for place in (0, 2)] == [0, 2]
     with pytest.raises(DataError, match="damaged"):
         file.record(1)
@@ -227,24 +211,11 @@ def test_a_damaged_end_of_a_file_is_no_error_of_the_disk(tmp_path: Path) -> None
             read_rollouts(path)
 
 
-def test_a_step_that_was_written_again_is_read_once_and_anew(tmp_path: Path) -> None:
-    """As in a run of an earlier version that was resumed."""
-    folder = tmp_path / "rollouts"
-    new, old = rollouts(folder / "step_000010.parquet", [1.0, 1.0]), folder / "step_000010.jsonl"
-    write_lines(old, lines_of(new))
-    write_lines(folder / "step_000009.jsonl", lines_of(new))
-    assert rollout_paths(tmp_path) == [folder / "step_000009.jsonl", new]
-    assert rollout_path(tmp_path, 10) == new
-    new.unlink()
-    assert rollout_path(tmp_path, 10) == old
-    assert rollout_path(tmp_path, 11) == folder / "step_000011.parquet"
-
-
 @pytest.mark.parametrize("content", [b"", b"PAR1", b'{"step":1}\n'])
 def test_what_is_no_file_of_rollouts_is_refused(tmp_path: Path, content: bytes) -> None:
     (path := tmp_path / "step_000001.parquet").write_bytes(content)
     with pytest.raises(DataError, match="not a file of rollouts"):
-        open_rollouts(path)
+        RolloutTable(path)
 
 
 def test_a_record_has_the_metadata_its_step_was_planned_from() -> None:
@@ -298,25 +269,6 @@ def test_values_json_lacks_become_text_in_rows_and_raise_elsewhere(tmp_path: Pat
         write_rollouts(tmp_path / "s", [replace(record, parts=({"exact": object()},))])  # type: ignore[dict-item]
 
 
-FORMAT_1 = b"""{"step":1,"group_id":7,"task":{"id":"t","prompt":"2 1","answer":"1 2","info":{}},"replica":"rollout-0",\
-"permit_version":0,"episodes":[{"trajectories":[{"agent":"lead","turns":[{"prompt_ids":[2,1],"output_ids":[1],\
-"logprobs":[-0.5],"versions":[{"version":0,"num_tokens":1}],"finish":"stop","text":"1","sampling":{"temperature":1.0,\
-"top_p":1.0,"max_new_tokens":8}}],"outcome":{"kind":"ok","reason":""},"reward":1.0,"parent":null,"policy":"policy"},\
-{"agent":"sub","turns":[],"outcome":{"kind":"ok","reason":""},"reward":null,"parent":0,"policy":"policy"}],\
-"num_tool_calls":0,"num_sequential":1}],"advantages":[[0.7,null]],"parts":[{"exact":1.0}]}"""
-
-
-def test_format_1_lines_are_read_with_defaults() -> None:
-    record = rollout_of(FORMAT_1, "a test")
-    assert (record.record_v, record.advantages, record.assigned) == (
-        1,
-        ((0.7, None),),
-        (TrajectoryAdvantage(0, 0, 0.7),),
-    )
-    assert (record.columns, record.readings, record.parts) == ({}, (), ({"exact": 1.0},))
-    assert record.episodes[0].trajectories[0].turns[0].text == "1"
-
-
 def test_only_facts_that_outlive_the_process_are_saved(tmp_path: Path) -> None:
     group = replace(group_of(()), key=GroupKey(5, 3), payload=object(), columns={"reference_logprobs": object()})
     write_groups(path := tmp_path / "groups.jsonl", [GroupRecord(rolled_out(group), ())])
@@ -343,8 +295,10 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
         read_groups(path)
 
 
-@pytest.mark.parametrize(("name", "value"), [("step", "1"), ("group_id", None), ("replica", 3), ("step", True)])
+@pytest.mark.parametrize(("name", "value"), [("step", "1"), ("replica", 3), ("step", True)])
 def test_a_field_of_another_kind_is_refused(name: str, value: object) -> None:
-    row = orjson.loads(FORMAT_1)
-    with pytest.raises(DataError, match="should be"):
-        rollout_of(orjson.dumps({**row, name: value}), "a test")
+    record = RolloutRecord.of(1, Task(id="t", prompt="p"), group_of((said("a"),)), (said("a"),), [])
+    row = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "key"}
+    plain = orjson.loads(orjson.dumps(row, default=as_plain, option=orjson.OPT_SERIALIZE_NUMPY))
+    with pytest.raises(TypeError, match="should be"):
+        decoder_of(RolloutRecord)({**plain, name: value})

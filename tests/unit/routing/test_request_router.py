@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rlsys.errors import WorkerDied, WorkerError
 from rlsys.routing.request_router import Claim, KnownReplica, RequestRouter, cheapest, request_weight
 from rlsys.routing.requests import Chunk, Completion, Request, WeightsWanted
-from rlsys.testing import ScriptedReplica, seeded_tokens
 from rlsys.types import Acknowledged, EngineStats, ReplicaLoad, Sampling, VersionSpan
+from tests.scripted_replica import ScriptedReplica, seeded_tokens
 
 T = TypeVar("T")
 NEW = 12

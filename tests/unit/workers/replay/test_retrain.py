@@ -287,25 +287,13 @@ def test_what_is_missing_is_named_with_the_remedy(plain: Run) -> None:
         launch.replay_step(plain.folder / "rollouts", 1)
 
 
-def test_rollouts_of_another_format_or_session_are_refused(plain: Run) -> None:
-    path = plain.rollouts(1)
-    write_lines(path.with_suffix(".jsonl"), [line | {"record_v": 1} for line in lines_of(path)])
-    path.unlink()
-    with pytest.raises(DataError, match=r"step_000001\.jsonl was written by an early version of rlsys"):
-        RecordedSteps.of(plain.folder, 1).rollouts(1)
+def test_rollouts_of_another_session_are_refused(plain: Run) -> None:
     first, *others = lines_of(plain.rollouts(2))
     write_lines(plain.rollouts(2), [first | {"group_id": 7}, *others])
     with pytest.raises(
         DataError, match=r"contains groups 7, 21, 22, and step 2 trained 20, 21, 22: the file is of another"
     ):
         RecordedSteps.of(plain.folder, 2).rollouts(2)
-
-
-def test_rollouts_of_the_version_before_are_trained_again(plain: Run) -> None:
-    for step in range(1, STEPS + 1):
-        write_lines(plain.rollouts(step).with_suffix(".jsonl"), lines_of(plain.rollouts(step)))
-        plain.rollouts(step).unlink()
-    assert launch.replay_step(plain.folder, STEPS).is_equal
 
 
 def test_a_resumed_run_forgets_what_it_takes_again(tmp_path: Path) -> None:

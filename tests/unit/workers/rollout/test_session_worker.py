@@ -13,7 +13,6 @@ from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import GroupExpired, RlsysError, TaskTooLong, WeightsMismatch, WorkerDied, WorkflowError
 from rlsys.routing.requests import Request
 from rlsys.simulate.virtual_clock import run_virtual
-from rlsys.testing import ScriptedReplica
 from rlsys.types import Acknowledged, Episode, Sampling, VersionSpan
 from tests.groups import report_of
 from tests.models import tiny_sorter
@@ -32,6 +31,7 @@ from tests.replicas import (
     worker_of,
 )  # fmt: skip
 from tests.scripted_engine import ScriptedEngine
+from tests.scripted_replica import ScriptedReplica
 from workers.engines.engine import EngineSpec
 from workers.engines.local import LocalEngine
 from workers.rollout.replica import EngineReplica
