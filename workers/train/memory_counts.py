@@ -154,8 +154,8 @@ class CountedModel:
         text = config.get_text_config()
         if depth is not None:
             text.num_hidden_layers = depth
-            if getattr(text, "layer_types", None) is not None:
-                text.layer_types = text.layer_types[:depth]
+            if kinds := getattr(text, "layer_types", None):
+                text.layer_types = [*kinds, *kinds[-1:] * depth][:depth]  # a model may have one layer
         with META:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         return model.eval()

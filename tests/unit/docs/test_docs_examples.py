@@ -78,12 +78,11 @@ def test_the_algorithm_shown_assigns_and_takes_a_loss() -> None:
     assert namespace["Reinforce"](baseline=0.3).max_safe_staleness == 0
 
 
-def test_the_test_of_plug_ins_that_the_readme_shows_passes(tmp_path: Path) -> None:
+def test_the_test_of_plug_ins_that_the_guide_shows_passes(tmp_path: Path) -> None:
     namespace: dict[str, Any] = {}
-    readme = (DOCS.parent / "README.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "guide.md").read_text(), re.DOTALL):
         if "Reinforce" in block or "SecondThought" in block:
-            exec(compile(block, "README.md", "exec"), namespace)
+            exec(compile(block, "guide.md", "exec"), namespace)
     namespace["test_my_algorithm_trains_what_my_workflow_says"](tmp_path / "run")
 
 

@@ -81,6 +81,15 @@ def test_bytes_are_linear_in_the_positions(tmp_path: Path):
     assert short.layers.at(384) == pytest.approx(long.layers.at(384), rel=1e-3)
 
 
+def test_a_model_of_one_layer_is_counted(tmp_path: Path):
+    counted = {
+        num: CountedModel(folder_of(Qwen3Config(**{**SMALL, "num_hidden_layers": num}), tmp_path / str(num)))
+        for num in (1, 2)
+    }
+    one, two = (counted[num].step("float32", "none", 64, has_head=True) for num in (1, 2))
+    assert 0 < one.activations.at(64) < two.activations.at(64)
+
+
 def test_less_is_kept_with_more_checkpointing(tmp_path: Path):
     counted = CountedModel(folder_of(CONFIGS["llama"], tmp_path))
     none, selective, full = (
