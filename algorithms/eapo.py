@@ -6,19 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import ClassVar
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from algorithms.corrections import Policies
-from algorithms.fields import RULES, AtMostOne, Over, ShareBelowOne
-from algorithms.gspo import sequence_ratio
-from algorithms.policy_gradient import ClippedSurrogate, Peer, Place, PolicyGradient, centred, peers
-from rlsys.algorithm import LossOutput, StepAdvantages, TrajectoryAdvantage
+from algorithms.fields import RULES, AtMostOne
+from algorithms.gspo import GSPO
+from algorithms.policy_gradient import Peer, Place, centred, peers
+from rlsys.algorithm import StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class EAPO(ClippedSurrogate, PolicyGradient):
+class EAPO(GSPO):
     """EAPO (IterResearch, arXiv:2511.07327): GSPO on rounds, with the reward gamma^(T - t) R at round t of T.
 
     A round is a sample: a workflow that rewrites its context at every round gives one sample per round. The reward of a
@@ -32,17 +31,9 @@ class EAPO(ClippedSurrogate, PolicyGradient):
 
     allows_early_ends: ClassVar[bool] = False
 
-    std_normalize: bool = True
-    """Divide advantages by the group's standard deviation."""
     gamma: AtMostOne = 0.995
     """Discount per round. More than 0, at most 1. The default is our choice, because the paper's value is not known to
     us."""
-    clip_low: ShareBelowOne = 3e-4
-    """A sequence's ratio may fall to 1 - `clip_low` before its gradient stops. At least 0, less than 1. Ratios of
-    sequences are geometric means, and differ from 1 by far less than those of tokens."""
-    clip_high: NonNegativeFloat = 4e-4
-    """A sequence's ratio may rise to 1 + `clip_high` before its gradient stops. At least 0."""
-    over: Over = "sequences"
     samples_multiple: PositiveInt = 1
     """Train a multiple of this many samples and leave out the rest, evenly over the step. The paper takes the
     data-parallel size and keeps more than 99 %. Our trainer needs no multiple, so the default 1 trains all samples."""
@@ -72,9 +63,6 @@ class EAPO(ClippedSurrogate, PolicyGradient):
         left_out = {trained[(2 * i + 1) * num // (2 * num_left_out)] for i in range(num_left_out)}
         kept = (tuple(a for a in assigned if (g, a) not in left_out) for g, assigned in enumerate(every))
         return StepAdvantages(tuple(kept), {"batch/samples_left_out": float(num_left_out)})
-
-    def surrogate(self, policies: Policies) -> LossOutput:
-        return self.clipped_surrogate(sequence_ratio(policies), policies.batch.advantages_N)
 
 
 def _is_trained(assigned: TrajectoryAdvantage, group: Group) -> bool:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from pydantic.dataclasses import dataclass
 
-from algorithms.corrections import Policies
 from algorithms.fields import RULES
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
-from rlsys.algorithm import LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.types import Group
 
 
@@ -29,7 +28,3 @@ class GRPO(ClippedSurrogate, PolicyGradient):
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """A = (R - mean) / (std + 1e-6) over peers."""
         return self.group_relative(group, std_normalize=self.std_normalize)
-
-    def surrogate(self, policies: Policies) -> LossOutput:
-        """-min(r A, clip(r) A) per token."""
-        return self.clipped_surrogate(policies.ratio(), policies.batch.advantages_N)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat
@@ -11,9 +10,8 @@ from pydantic.dataclasses import dataclass
 from algorithms.corrections import Policies
 from algorithms.fields import RULES, Over, ShareBelowOne
 from algorithms.functional import sample_means
-from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
-from rlsys.algorithm import LossOutput, TrajectoryAdvantage
-from rlsys.types import Group
+from algorithms.grpo import GRPO
+from rlsys.algorithm import LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +21,7 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class GSPO(ClippedSurrogate, PolicyGradient):
+class GSPO(GRPO):
     """GSPO (arXiv:2507.18071): one ratio per sequence, s = (p(y) / mu(y))^(1 / |y|), clipped as PPO clips a token's.
 
     A token's ratio is sg[s] · p / sg[p] (GSPO-token). The clip uses the value of s; the gradient is the token's, so
@@ -41,11 +39,6 @@ class GSPO(ClippedSurrogate, PolicyGradient):
     clip_high: NonNegativeFloat = 4e-4
     """A sequence's ratio may rise to 1 + `clip_high` before its gradient stops. At least 0."""
     over: Over = "sequences"
-    std_normalize: bool = True
-    """Divide advantages by the group's standard deviation."""
-
-    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.group_relative(group, std_normalize=self.std_normalize)
 
     def surrogate(self, policies: Policies) -> LossOutput:
         return self.clipped_surrogate(sequence_ratio(policies), policies.batch.advantages_N)

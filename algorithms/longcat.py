@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
@@ -10,13 +9,11 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Tis
 from algorithms.fields import RULES, Over
-from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
-from rlsys.algorithm import TrajectoryAdvantage
-from rlsys.types import Group
+from algorithms.grpo import GRPO
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
-class LongCat(ClippedSurrogate, PolicyGradient):
+class LongCat(GRPO):
     """LongCat-Flash-Thinking (arXiv:2509.18883, eq. 4): GRPO with three clips, summed over tokens, over a constant.
 
     -min(rho, C) · max(min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), dual_clip A), the outer maximum only where A <
@@ -31,8 +28,3 @@ class LongCat(ClippedSurrogate, PolicyGradient):
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     mask_truncated: bool = True
     over: Over = "budget"
-    std_normalize: bool = True
-    """Divide advantages by the group's standard deviation."""
-
-    def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.group_relative(group, std_normalize=self.std_normalize)
