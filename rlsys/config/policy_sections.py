@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
@@ -13,9 +13,6 @@ from rlsys.config.plugins import ALGORITHMS, STABILIZERS
 from rlsys.config.sections import EvalSection, Section
 from rlsys.config.server_section import ServerSection
 from rlsys.stabilizer import StabilizerPlugin
-
-if TYPE_CHECKING:
-    from rlsys.config.schema import Config
 
 OWN = ("model", "algorithm", "stabilizer", "rollout", "train", "critic", "reference")
 """Sections whose keys a policy may override."""
@@ -57,16 +54,16 @@ class PolicySection(Section):
 
 
 def problems_of(
-    config: type[Config], policies: Mapping[str, PolicySection], sections: Mapping[str, Any]
+    config: type[BaseModel], policies: Mapping[str, PolicySection], sections: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Problems of the policies in a run whose other `sections` are valid."""
+    """Problems of the policies in a run whose other `sections` are valid; `config` is that of a run."""
     trained: dict[str, Algorithm] = {}
     owners: dict[str, str] = {}
     for name, policy in policies.items():
         for key in sorted(policy.rollout.keys() - {"engine"}):
             yield (name, "rollout", key), "the policies share their replicas: only `engine` can differ"
         try:
-            whole = config.model_validate(policy.over(sections))
+            whole: Any = config.model_validate(policy.over(sections))
         except ValidationError as error:
             yield from (((name, *location), text) for location, text in problems_in(error))
             continue

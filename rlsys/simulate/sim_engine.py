@@ -14,14 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 from math import sqrt
-from typing import TYPE_CHECKING
 
-from rlsys.simulate.fake_pools import now
+from rlsys.simulate.fake_pools import FakePlay, now
 from rlsys.simulate.profile import Profile
 from rlsys.types import EngineStats, PolicyVersion
-
-if TYPE_CHECKING:
-    from rlsys.simulate.sim_session import SimPlay
 
 ROUNDING = 1e-4
 """Differences below this many steps are rounding errors."""
@@ -40,7 +36,7 @@ class SimRequest:
     num_tokens: int
     """Number of tokens to sample."""
     on_done: Callable[[], object]
-    owner: SimPlay
+    owner: FakePlay
     sampled: Counter[PolicyVersion]
     """Counter of its tokens, by version."""
     version: PolicyVersion | None = None
@@ -109,7 +105,7 @@ class SimEngine:
         self._waiting.extend(requests)
         self._go_on()
 
-    def abort(self, owners: Collection[SimPlay]) -> list[SimRequest]:
+    def abort(self, owners: Collection[FakePlay]) -> list[SimRequest]:
         """Remove the running and waiting requests of these owners; each keeps its sampled tokens."""
         self._advance()
         ended = [self._leave(order) for order, request in list(self._running.items()) if request.owner in owners]
@@ -118,7 +114,7 @@ class SimEngine:
         self._go_on()
         return ended
 
-    def owners(self) -> list[SimPlay]:
+    def owners(self) -> list[FakePlay]:
         """Owners of all running and waiting requests."""
         return [request.owner for request in (*self._running.values(), *self._waiting)]
 

@@ -82,11 +82,11 @@ def test_bytes_are_linear_in_the_positions(tmp_path: Path):
 
 
 def test_a_model_of_one_layer_is_counted(tmp_path: Path):
-    counted = {
-        num: CountedModel(folder_of(Qwen3Config(**{**SMALL, "num_hidden_layers": num}), tmp_path / str(num)))
-        for num in (1, 2)
-    }
-    one, two = (counted[num].step("float32", "none", 64, has_head=True) for num in (1, 2))
+    def counted(num_layers: int) -> CountedModel:
+        sizes: dict[str, Any] = {**SMALL, "num_hidden_layers": num_layers}
+        return CountedModel(folder_of(Qwen3Config(**sizes), tmp_path / str(num_layers)))
+
+    one, two = (counted(num).step("float32", "none", 64, has_head=True) for num in (1, 2))
     assert 0 < one.activations.at(64) < two.activations.at(64)
 
 
