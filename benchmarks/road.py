@@ -59,7 +59,8 @@ NOT_COUNTED = {
         "workers/train/rank_metrics.py", "workers/train/token_columns.py",
     ),
     "it is of the run, not of a group": (
-        "rlsys/cli.py", "rlsys/config/", "rlsys/launch/", "rlsys/loop/checkpoint", "workers/ray/cluster",
+        "rlsys/cli.py", "rlsys/config/", "rlsys/launch/", "rlsys/loop/checkpoint", "rlsys/loop/recovery.py",
+        "rlsys/loop/run_position.py", "rlsys/loop/saver.py", "rlsys/loop/stop_request.py", "workers/ray/cluster",
         "workers/train/state_files.py", "workers/worker_set.py",
     ),
 }  # fmt: skip
