@@ -26,8 +26,8 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import AlertRaised, Events, RunStarted
 from rlsys.monitoring.trackers.jsonl import JsonlSink
-from rlsys.simulate.fake_pools import Fault as FakeFault
-from rlsys.simulate.fake_pools import Spans
+from rlsys.simulate.world_state import Fault as FakeFault
+from rlsys.simulate.world_state import Spans
 from rlsys.testing import (
     EventRecorder,
     FakeActor,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.contracts import GroupScores, Replacement, with_episode
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
 from rlsys.routing.request_router import ReplicaWork, cheapest
+from rlsys.simulate.world_state import JUDGE_RAISED, Fault, Spans, WorldState
 from rlsys.types import (
     Acknowledged,
     Assignment,
@@ -29,37 +29,17 @@ from rlsys.types import (
     RolloutReport,
     Score,
     Task,
-    Trajectory,
-    Turn,
     VersionSpan,
 )
 
-if TYPE_CHECKING:
-    from rlsys.simulate.fake_world import FakeWorld
-
 GROUPS_AT_ONCE = 16
 """Number of groups that fills the cache of a fake replica."""
-Spans = tuple[VersionSpan, ...]
-JUDGE_RAISED = "the judge raised"
-
-
-class Fault(Enum):
-    """Fault of one call of a fake worker."""
-
-    DIES = "dies"
-    """The worker dies; calls fail until it is restarted."""
-    HANGS = "hangs"
-    """The call does not return within its deadline."""
-    WRONG_WEIGHTS = "wrong weights"
-    """The rollout acknowledges a hash that was never published."""
-    FAILS = "fails"
-    """The reward function raises on every episode of the group."""
 
 
 class FakePool:
     """Pool of named members. A fault removes a member and `restart` replaces it: `rollout-0` by `rollout-0.1`."""
 
-    def __init__(self, world: FakeWorld, kind: str, size: int, faults: Mapping[int, Fault]) -> None:
+    def __init__(self, world: WorldState, kind: str, size: int, faults: Mapping[int, Fault]) -> None:
         self.world, self._faults = world, faults
         self.members = [f"{kind}-{i}" for i in range(size)]
         self.num_calls = 0
@@ -211,7 +191,7 @@ class FakeRollouts(FakePool):
 
     def __init__(
         self,
-        world: FakeWorld,
+        world: WorldState,
         kind: str = "rollout",
         size: int | None = None,
         faults: Mapping[int, Fault] | None = None,
@@ -300,7 +280,7 @@ class FakeRollouts(FakePool):
 class FakePinnedRollouts(FakeRollouts):
     """Implement `PinnedRollouts`: sample from the version given to `pin`."""
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         super().__init__(world, "eval", world.num_eval_replicas, world.eval_faults, world.eval_s)
 
     async def pin(self, version: PolicyVersion) -> None:
@@ -316,7 +296,7 @@ class FakePinnedRollouts(FakeRollouts):
 class FakeRewards(FakePool):
     """Implement `Rewards` by `FakeWorld.scores`."""
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         super().__init__(world, "reward", 1, world.reward_faults)
 
     async def score(self, task: Task, group: Group) -> GroupScores:
@@ -340,12 +320,6 @@ class FakeRewards(FakePool):
         episodes = with_episode(group.payload, place, donor.payload[replacement.donor_episode])
         own = (*group.payload[:place], *group.payload[place + 1 :])
         return replacement.applied(episodes, versions_of(own, group.policy))
-
-
-def said(policy: str, group_id: int, episode: int, spans: Spans, text: str) -> Trajectory:
-    """Return three tokens of a policy, the same for the same group and episode."""
-    turn = Turn((7, group_id % 97), (group_id % 97, episode, 1), (-0.5, -1.0, -0.25), spans, "stop", text)
-    return Trajectory(policy, (turn,), policy=policy)
 
 
 def now() -> float:

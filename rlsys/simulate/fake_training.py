@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
@@ -18,10 +17,8 @@ from rlsys.loop.checkpoint import saved
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.simulate.fake_pools import now
+from rlsys.simulate.world_state import WorldState
 from rlsys.types import Episode, Group, PolicyVersion, Ref
-
-if TYPE_CHECKING:
-    from rlsys.simulate.fake_world import FakeWorld
 
 
 class _FakeProcess:
@@ -30,7 +27,7 @@ class _FakeProcess:
     name = ""
     """Name of its worker; a successor has another."""
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         self.world = world
         self._kind, self._num_before = self.name, 0
         self._death: WorkerDied | None = None
@@ -58,7 +55,7 @@ class _FakeProcess:
 class _FakeModel(_FakeProcess):
     """Common base of actor and critic: a step trains exactly the groups that were fetched for its plan."""
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         super().__init__(world)
         self.fetched: Sequence[Group] = ()
         self._plan: BatchPlan | None = None
@@ -147,7 +144,7 @@ class FakeActor(_FakeModel):
 
     name = "actor-0"
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         super().__init__(world)
         self.version = self.num_steps = 0
         self.num_seen = 0
@@ -254,7 +251,7 @@ class FakeCritic(_FakeModel):
     name = "critic-0"
     _fetching = "fetch_critic"
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         super().__init__(world)
         self.num_steps = 0
 
@@ -289,7 +286,7 @@ class FakeCritic(_FakeModel):
 class FakeRelays:
     """Implement `Relays`: versions arrive by `FakeWorld.send`."""
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         self.world = world
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
@@ -313,7 +310,7 @@ class FakeReference(_FakeProcess):
 
     name = "reference"
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         super().__init__(world)
         self._replacing = asyncio.Lock()
 
@@ -335,7 +332,7 @@ class FakeReference(_FakeProcess):
         return _columns(self.world, groups, plan, signal, -1.0)
 
 
-def _columns(world: FakeWorld, groups: Sequence[Group], plan: BatchPlan, signal: Signal, value: float) -> list[Ref]:
+def _columns(world: WorldState, groups: Sequence[Group], plan: BatchPlan, signal: Signal, value: float) -> list[Ref]:
     """Return `value` for every trained token: per rank, a tuple for each of its micro-batches."""
     column: list[Ref] = [[(value,) * count for count in _num_trained(groups, of_rank)] for of_rank in plan]
     world.columns[signal] = (plan, column)
