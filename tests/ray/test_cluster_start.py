@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.ray.commands import wait_until
 
 CONNECT = """
 import sys
@@ -41,3 +45,20 @@ def test_a_cluster_that_cannot_start_or_be_joined_is_named(
     words = [sys.executable, "-c", CONNECT, address]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.startswith(says), done.stdout + done.stderr
+
+
+def raylets_of(process: psutil.Process) -> list[psutil.Process]:
+    return [child for child in process.children(recursive=True) if child.name() == "raylet"]
+
+
+def test_a_cluster_that_starts_too_slowly_is_started_once_more():
+    script = CONNECT + "\nimport ray\nprint(ray.cluster_resources()['CPU'])\n"
+    env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    starting = subprocess.Popen([sys.executable, "-c", script, ""], env=env, stdout=subprocess.PIPE, text=True)
+    process = psutil.Process(starting.pid)
+    wait_until(lambda: bool(raylets_of(process)))
+    slow = raylets_of(process)[0]
+    slow.send_signal(signal.SIGSTOP)
+    said, _ = starting.communicate(timeout=120)
+    assert said == "2.0\n"
+    assert not slow.is_running()

@@ -36,6 +36,8 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 SEMAPHORES = "rlsys-"
 """Begin of the names of semaphores in a local cluster."""
+TOO_SLOW = "timed out during startup"
+"""In Ray's error if its processes need more than 30 seconds, as they may on a busy machine. Ray has no option for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +169,8 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
     one. Only processes on this machine that have its token can reach a new cluster.
 
-    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in time, or
-    /dev/shm is full.
+    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in two tries,
+    or /dev/shm is full.
     """
     if ray.is_initialized():
         return Cluster(is_ours=False)
@@ -193,15 +195,22 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
     store = local_store_bytes()
     begun = begun or LocalStart.of_this_process()
-    try:
-        with _on_loopback(), _marked(begun.mark), signals_kept():
-            ray.init(address="local", num_cpus=num_cpus, object_store_memory=store, include_dashboard=False, **quiet)
-    except Exception as error:  # Ray raises plain `Exception` too
-        begun.close()
-        raise ClusterError(
-            f"a local Ray cluster did not start: {error}; see its logs in ray/session_latest/logs under RAY_TMPDIR, "
-            "TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set ray.address=auto"
-        ) from error
+    for is_last in (False, True):
+        try:
+            with _on_loopback(), _marked(begun.mark), signals_kept():
+                ray.init(
+                    address="local", num_cpus=num_cpus, object_store_memory=store, include_dashboard=False, **quiet
+                )
+            break
+        except Exception as error:  # Ray raises plain `Exception` too
+            begun.close()
+            if is_last or TOO_SLOW not in str(error):
+                raise ClusterError(
+                    f"a local Ray cluster did not start: {error}; see its logs in ray/session_latest/logs under "
+                    "RAY_TMPDIR, TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set "
+                    "ray.address=auto"
+                ) from error
+            begun = LocalStart.of_this_process()
     keeper, mark = begun.keeper, begun.mark
     assert keeper.stdin is not None
     spilled, weights = f"{log_folder().parent}/ray_spilled_objects", f"{SHM}/{WEIGHTS}{mark}-"
