@@ -74,16 +74,16 @@ SORTS = {
     "episodes by outcome": {"table": "episodes", "group": "outcome"},
 }
 SEARCHES = {
-    "a rare text": {"table": "episodes", "filter": 'answer contains "answer is 4711"'},
-    "a text of every answer": {"table": "episodes", "filter": 'answer contains "adding zero"', "order": "length"},
-    "two letters": {"table": "episodes", "filter": "answer contains 47"},
+    "a rare text": {"table": "episodes", "filter": "answer like '%answer is 4711%'"},
+    "a text of every answer": {"table": "episodes", "filter": "answer like '%adding zero%'", "order": "length"},
+    "two letters": {"table": "episodes", "filter": "answer like '%47%'"},
     "in all texts": {"table": "episodes", "search": "is 4711 plus"},
-    "a regular expression": {"table": "episodes", "filter": "answer matches 'is 4[78]11$'"},
-    "reward and text": {"table": "episodes", "filter": 'reward < 0.1 and step > 100 and answer contains "is 12"'},
+    "a regular expression": {"table": "episodes", "filter": "answer regexp 'is 4[78]11$'"},
+    "reward and text": {"table": "episodes", "filter": "reward < 0.1 and step > 100 and answer like '%is 12%'"},
     "truncated": {"table": "episodes", "filter": "truncated", "order": "length desc"},
-    "a task": {"table": "groups", "filter": "task = task-7", "order": "reward"},
+    "a task": {"table": "groups", "filter": "task = 'task-7'", "order": "reward"},
     "equal rewards": {"table": "groups", "filter": "equal and staleness > 0"},
-    "in the log": {"table": "logs", "filter": "level = error or text contains sigkill"},
+    "in the log": {"table": "logs", "filter": "level = 'error' or text like '%sigkill%'"},
 }
 STEP_S = 0.25
 GROUPS = 16

@@ -260,16 +260,21 @@ def tail(
 @app.command()
 def query(
     run: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run; a folder of them for the table `runs`.")],
-    text: Annotated[str, typer.Argument(metavar="QUERY", help="E.g. 'episodes where reward < 0.1 order by length'.")],
+    text: Annotated[
+        str, typer.Argument(metavar="SQL", help="E.g. 'select task, reward from episodes where reward < 0.1'.")
+    ],
+    between: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="STEP STEP", help="Steps of the table `tasks`.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find episodes, groups, tasks, steps, alerts or lines of logs of a run; docs/dashboard.md has the language.
+    """Find episodes, groups, tasks, steps, alerts or lines of logs of a run; docs/dashboard.md has the tables.
 
     It reads the run's files by an index beside them, which it brings up to date first.
     """
     from rlsys.dashboard import query_command
 
-    found = query_command.query(run, text, sys.stderr, is_whole=as_json)
+    found = query_command.query(run, text, sys.stderr, between=between, is_whole=as_json)
     _echo(asdict(found), query_command.lines_of(found), as_json=as_json)
 
 

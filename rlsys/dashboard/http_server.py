@@ -20,11 +20,11 @@ from starlette.staticfiles import StaticFiles
 from rlsys.dashboard.event_decoding import WHOLE
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.queries import MOST_OPENED, Readings
-from rlsys.dashboard.query_language import MOST_LETTERS, MOST_ROWS, parse_query
 from rlsys.dashboard.responses import Axis
 from rlsys.dashboard.security import refused
+from rlsys.dashboard.sql_query import MOST_LETTERS, MOST_ROWS, TableQuery
 from rlsys.dashboard.stream import Changes, TooManyPages
-from rlsys.dashboard.table_queries import Tables, query_of
+from rlsys.dashboard.table_queries import Tables
 from rlsys.errors import RlsysError
 
 STATIC = Path(__file__).parent / "static"
@@ -148,7 +148,7 @@ def _tables(tables: Tables) -> APIRouter:
 
     @get("/query")
     def query(q: Annotated[str, Query(max_length=MOST_LETTERS)], run: Run | None = None) -> Answer:
-        return Answer(tables.answer(run, parse_query(q)))
+        return Answer(tables.sql(run, q))
 
     @get("/table")
     def table(
@@ -166,18 +166,18 @@ def _tables(tables: Tables) -> APIRouter:
     ) -> Answer:
         is_part = from_step is not None or to_step is not None
         between = (from_step or 0, WHOLE if to_step is None else to_step) if is_part else None
-        asked = query_of(
-            table,
-            condition=condition,
+        asked = TableQuery(
+            table=table,
+            filter=condition,
             search=search,
-            order=order,
+            order_by=order,
             show=show,
-            group=group,
+            group_by=group,
             between=between,
             limit=limit,
             offset=offset,
         )
-        return Answer(tables.answer(run, asked))
+        return Answer(tables.page(run, asked))
 
     return router
 

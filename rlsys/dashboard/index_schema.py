@@ -6,8 +6,7 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from zlib import crc32
 
-from rlsys.dashboard.query_language import Ordering
-from rlsys.dashboard.query_sql import QueryColumn, QueryTable
+from rlsys.dashboard.sql_query import QueryColumn, QueryTable, literal
 from rlsys.monitoring.metric_catalog import metric_of
 
 STORED = """
@@ -39,14 +38,7 @@ CREATE TABLE logs (
 );
 CREATE INDEX logs_by_file ON logs (file);
 """
-WORDS = """
-CREATE VIRTUAL TABLE answer_words USING fts5(text, content='', tokenize='trigram', detail=none);
-CREATE VIRTUAL TABLE prompt_words USING fts5(text, content='', tokenize='trigram', detail=none);
-"""
-"""Indexes of texts; without FTS5 and its trigrams in SQLite, texts are scanned instead. Rows are never deleted: an id
-of `episodes` is used once."""
-
-VERSION = crc32(f"1 {STORED}{WORDS}".encode()) >> 1
+VERSION = crc32(f"2 {STORED}".encode()) >> 1
 """Version of the index. An index of another version is rebuilt; the number at its beginning counts versions with the
 same tables."""
 
@@ -56,7 +48,7 @@ WITH trained AS (
     SELECT *, step > :first AS is_later,
         row_number() OVER (PARTITION BY task, step > :first ORDER BY step DESC, group_id DESC) AS from_end,
         row_number() OVER (PARTITION BY task, step > :first ORDER BY step, group_id) AS from_start
-    FROM groups WHERE step <= :last AND reward IS NOT NULL
+    FROM main.groups WHERE step <= :last AND reward IS NOT NULL
 )
 SELECT task, count(*) FILTER (WHERE is_later) AS groups, sum(episodes) FILTER (WHERE is_later) AS episodes,
     avg(reward) FILTER (WHERE is_later) AS reward,
@@ -88,7 +80,6 @@ def _samples(connection: sqlite3.Connection, between: tuple[int, int] | None) ->
 
 
 def _of_episodes(connection: sqlite3.Connection, name: str, told: str, kind: str, own: tuple[str, ...]) -> QueryTable:
-    has_words = has_table(connection, "answer_words")
     columns = {
         "dataset": QueryColumn("text", "Data set of the evaluation; empty for training.", "dataset"),
         "step": QueryColumn("int", "Step that trained it, or version that was evaluated.", "step"),
@@ -112,28 +103,20 @@ def _of_episodes(connection: sqlite3.Connection, name: str, told: str, kind: str
         "staleness": QueryColumn(
             "int", "Versions between its oldest token and the weights that it trained.", "staleness"
         ),
-        "prompt": QueryColumn(
-            "text",
-            "Prompt of the task.",
-            "(SELECT text FROM prompts WHERE prompts.id = prompt_id)",
-            words=("prompt_words", "prompt_id") if has_words else None,
-        ),
+        "prompt": QueryColumn("text", "Prompt of the task.", "(SELECT text FROM prompts WHERE prompts.id = prompt_id)"),
         "answer": QueryColumn(
-            "text",
-            "Replies of its root.",
-            "(SELECT text FROM answers WHERE answers.id = episodes.id)",
-            words=("answer_words", "episodes.id") if has_words else None,
+            "text", "Replies of its root.", "(SELECT text FROM answers WHERE answers.id = episodes.id)"
         ),
     }
     return QueryTable(
         name=name,
         help=told,
-        source=f"(SELECT * FROM episodes WHERE {kind}) AS episodes",
+        source=f"(SELECT * FROM main.episodes WHERE {kind}) AS episodes",
         key="episodes.id",
         columns=columns,
         shown=(*own, "step", "task", "reward", "outcome", "length", "staleness", "answer"),
         identity=(*own, "step", "group_id", "episode"),
-        order_by=(Ordering("step", is_descending=True), Ordering("group_id"), Ordering("episode")),
+        order_by="step desc, group_id, episode",
         searched=("prompt", "answer", "task", "reason"),
     )
 
@@ -165,14 +148,14 @@ def _groups(connection: sqlite3.Connection, between: tuple[int, int] | None) -> 
         "recorded": QueryColumn(
             "bool",
             "Can its episodes be read?",
-            "EXISTS (SELECT 1 FROM episodes WHERE episodes.group_id = groups.group_id AND episodes.step = groups.step"
-            " AND dataset = '')",
+            "EXISTS (SELECT 1 FROM main.episodes AS episodes WHERE episodes.group_id = groups.group_id"
+            " AND episodes.step = groups.step AND dataset = '')",
         ),
     }
     return QueryTable(
         name="groups",
         help="Every group from its issue on.",
-        source="groups",
+        source="main.groups AS groups",
         key="groups.group_id",
         columns=columns,
         shown=(
@@ -188,15 +171,13 @@ def _groups(connection: sqlite3.Connection, between: tuple[int, int] | None) -> 
             "staleness",
         ),
         identity=("step", "group_id", "task", "recorded"),
-        order_by=(Ordering("step", is_descending=True), Ordering("group_id")),
+        order_by="step desc, group_id",
         searched=("task", "reason", "worker"),
     )
 
 
 def _tasks(connection: sqlite3.Connection, between: tuple[int, int] | None) -> QueryTable:
     first, last = between or (-1, _NO_STEP)
-    connection.execute("DROP TABLE IF EXISTS temp.task_rows")
-    connection.execute(_TASKS, {"first": first, "last": last})
     columns = {
         "task": QueryColumn("text", "Its id.", "task"),
         "groups": QueryColumn("int", "Trained groups.", "groups"),
@@ -224,9 +205,10 @@ def _tasks(connection: sqlite3.Connection, between: tuple[int, int] | None) -> Q
         columns=columns,
         shown=("task", "groups", "reward", "reward_before", "reward_after", "change", "failed", "truncated", "length"),
         identity=("task",),
-        order_by=(Ordering("reward"),),
+        order_by="reward",
         searched=("task",),
         step="last_step",
+        setup=[(_TASKS, {"first": first, "last": last})],
     )
 
 
@@ -241,12 +223,12 @@ def _steps(connection: sqlite3.Connection, between: tuple[int, int] | None) -> Q
     return QueryTable(
         name="steps",
         help="Steps with their metrics, each of which is a column.",
-        source="steps",
+        source="main.steps AS steps",
         key="step",
         columns=columns,
         shown=("step", "time_s", *(name for name in main if name in columns)),
         identity=("step",),
-        order_by=(Ordering("step", is_descending=True),),
+        order_by="step desc",
     )
 
 
@@ -262,12 +244,12 @@ def _evaluations(connection: sqlite3.Connection, between: tuple[int, int] | None
     return QueryTable(
         name="evaluations",
         help="Evaluations with their metrics, each of which is a column.",
-        source="evaluations",
+        source="main.evaluations AS evaluations",
         key="evaluations.rowid",
         columns=columns,
         shown=("step", "dataset", *own),
         identity=("step", "dataset"),
-        order_by=(Ordering("step", is_descending=True), Ordering("dataset")),
+        order_by="step desc, dataset",
         searched=("dataset",),
     )
 
@@ -287,12 +269,12 @@ def _logs(connection: sqlite3.Connection, between: tuple[int, int] | None) -> Qu
     return QueryTable(
         name="logs",
         help="Events in words, and the lines of logs/*.log.",
-        source="logs",
+        source="main.logs AS logs",
         key="id",
         columns=columns,
         shown=("time_s", "level", "worker", "text"),
         identity=("id",),
-        order_by=(Ordering("time_s", is_descending=True),),
+        order_by="time_s desc",
         searched=("text", "worker"),
         step=None,
     )
@@ -306,8 +288,9 @@ def _metrics(connection: sqlite3.Connection, kind: str) -> list[str]:
 
 def _metric(name: str, documented: str) -> QueryColumn:
     metric = metric_of(documented)
+    path = f'$."{name}"'
     told = f"{metric.help}{f' ({metric.unit})' if metric.unit else ''}" if metric else f"The metric `{name}`."
-    return QueryColumn("float", told, "json_extract(metrics, ?)", (f'$."{name}"',))
+    return QueryColumn("float", told, f"json_extract(metrics, {literal(path)})")
 
 
 INDEXED: Mapping[str, Callable[[sqlite3.Connection, tuple[int, int] | None], QueryTable]] = {
@@ -320,8 +303,3 @@ INDEXED: Mapping[str, Callable[[sqlite3.Connection, tuple[int, int] | None], Que
     "logs": _logs,
 }
 """Tables of the index by name, as of now and for the steps of `between`."""
-
-
-def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    """True if the database has a table of this name."""
-    return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchall())

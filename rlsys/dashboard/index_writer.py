@@ -75,7 +75,6 @@ class IndexWriter:
     def __init__(self, connection: sqlite3.Connection, folder: RunFolder, machine: MachineUse) -> None:
         """`machine`: samples of the run's workers, which tell when the lines of their logs were written."""
         self._connection, self._folder, self._machine = connection, folder, machine
-        self._has_words = bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'answer_words'").fetchall())
         self._num_bytes = 0
         """Bytes of events and rollouts."""
 
@@ -202,12 +201,7 @@ class IndexWriter:
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
         row_id = execute(f"INSERT INTO episodes ({names}) VALUES ({marks})", tuple(columns.values())).lastrowid
         execute("INSERT INTO answers VALUES (?, ?)", (row_id, episode.answer))
-        prompt = (columns["prompt_id"], episode.prompt)
-        is_new = execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompt).rowcount
-        if self._has_words:
-            execute("INSERT INTO answer_words (rowid, text) VALUES (?, ?)", (row_id, episode.answer))
-            if is_new:
-                execute("INSERT INTO prompt_words (rowid, text) VALUES (?, ?)", prompt)
+        execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", (columns["prompt_id"], episode.prompt))
 
     def _forget(self, name: str) -> None:
         """Delete the rows of a file of rollouts."""

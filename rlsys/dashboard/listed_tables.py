@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rlsys.dashboard.configs import RunConfig, value_text
 from rlsys.dashboard.event_decoding import WHOLE
-from rlsys.dashboard.query_language import Ordering
-from rlsys.dashboard.query_sql import Kind, QueryColumn, QueryTable
 from rlsys.dashboard.responses import PendingRow, ReplicaRow, RestartRow, RunSummary
+from rlsys.dashboard.sql_query import Kind, QueryColumn, QueryTable, literal
 from rlsys.monitoring.alerts import Alert
 from rlsys.monitoring.metric_catalog import metric_of
 from rlsys.types import Json
@@ -87,83 +86,73 @@ _FAILURES: Mapping[str, tuple[Kind, str]] = {
 }
 
 
-def runs_table(connection: sqlite3.Connection, runs: Sequence[RunRow]) -> QueryTable:
+def runs_table(runs: Sequence[RunRow]) -> QueryTable:
     """Make the table of runs: their summary, and each configuration key and metric as a column."""
-    table = _listed(connection, "runs", "Runs of the served folder.", _RUNS, [run.summary for run in runs], "updated_s")
-    connection.execute("CREATE TABLE facts (run TEXT, name TEXT, value, PRIMARY KEY (run, name)) WITHOUT ROWID")
-    columns = dict(table.columns)
+    table = _listed("runs", "Runs of the served folder.", _RUNS, [run.summary for run in runs], "updated_s")
+    facts: list[tuple[str, str, Json]] = []
     for run in runs:
-        facts = {name: _plain(value) for name, value in run.config.values.items()} | dict(run.metrics)
-        rows = [(run.summary.id, name, value) for name, value in facts.items()]
-        connection.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", rows)
-    value = "(SELECT value FROM facts WHERE facts.run = runs.id AND facts.name = ?)"
-    kinds = connection.execute(
-        "SELECT name, min(typeof(value) IN ('integer', 'real')) FROM facts WHERE value IS NOT NULL GROUP BY name"
-    ).fetchall()
-    for name, is_number in kinds:
+        own = {name: _plain(value) for name, value in run.config.values.items()} | dict(run.metrics)
+        facts += ((run.summary.id, name, value) for name, value in own.items())
+    numbers: dict[str, bool] = {}
+    for _, name, value in facts:
+        if value is not None:
+            numbers[name] = numbers.get(name, True) and isinstance(value, int | float)
+    columns = dict(table.columns)
+    for name, is_number in numbers.items():
         metric = metric_of(name)
         told = metric.help if metric else "Key of the configuration."
-        columns.setdefault(name, QueryColumn("float" if is_number else "text", told, value, (name,)))
-    return QueryTable(
-        name="runs",
-        help=table.help,
-        source=table.source,
-        key=table.key,
+        value = f"(SELECT value FROM facts WHERE facts.run = runs.id AND facts.name = {literal(name)})"
+        columns.setdefault(name, QueryColumn("float" if is_number else "text", told, value))
+    made = "CREATE TABLE main.facts (run TEXT, name TEXT, value, PRIMARY KEY (run, name)) WITHOUT ROWID"
+    return replace(
+        table,
         columns=columns,
-        shown=table.shown,
         identity=("id",),
-        order_by=(Ordering("started_s", is_descending=True),),
+        order_by="started_s desc",
         searched=("id", "model", "algorithm", "last_error"),
         step=None,
+        setup=[*table.setup, (made, ())],
+        rows={**table.rows, "facts": [list(fact) for fact in facts]},
     )
 
 
-def alerts_table(connection: sqlite3.Connection, alerts: Sequence[Alert]) -> QueryTable:
+def alerts_table(alerts: Sequence[Alert]) -> QueryTable:
     """Make the table of alerts, open ones first."""
-    return _listed(connection, "alerts", "Alerts of the run, open ones first.", _ALERTS, alerts, "")
+    return _listed("alerts", "Alerts of the run, open ones first.", _ALERTS, alerts, "")
 
 
-def pending_table(connection: sqlite3.Connection, pending: Sequence[PendingRow]) -> QueryTable:
+def pending_table(pending: Sequence[PendingRow]) -> QueryTable:
     """Make the table of groups that are neither trained nor dropped."""
-    return _listed(connection, "pending", "Groups that are neither trained nor dropped.", _PENDING, pending, "age_s")
+    return _listed("pending", "Groups that are neither trained nor dropped.", _PENDING, pending, "age_s")
 
 
-def replicas_table(connection: sqlite3.Connection, replicas: Sequence[ReplicaRow]) -> QueryTable:
+def replicas_table(replicas: Sequence[ReplicaRow]) -> QueryTable:
     """Make the table of rollout replicas."""
-    return _listed(connection, "replicas", "Rollout replicas as of their last answer.", _REPLICAS, replicas, "")
+    return _listed("replicas", "Rollout replicas as of their last answer.", _REPLICAS, replicas, "")
 
 
-def failures_table(connection: sqlite3.Connection, failures: Sequence[RestartRow]) -> QueryTable:
+def failures_table(failures: Sequence[RestartRow]) -> QueryTable:
     """Make the table of failures of workers."""
-    return _listed(connection, "worker_failures", "Failures of workers.", _FAILURES, failures, "failed_s")
+    return _listed("worker_failures", "Failures of workers.", _FAILURES, failures, "failed_s")
 
 
 def _listed(
-    connection: sqlite3.Connection,
-    name: str,
-    told: str,
-    fields: Mapping[str, tuple[Kind, str]],
-    rows: Iterable[Any],
-    newest: str,
+    name: str, told: str, fields: Mapping[str, tuple[Kind, str]], rows: Iterable[Any], newest: str
 ) -> QueryTable:
     """Make a table of rows with these fields, by default with the greatest of `newest` first."""
-    names = ", ".join(f'"{field}"' for field in fields)
-    connection.execute(f"CREATE TABLE {name} ({names})")
-    values = attrgetter(*fields)
-    marks = ", ".join("?" * len(fields))
-    connection.executemany(
-        f"INSERT INTO {name} VALUES ({marks})", [[_storable(v) for v in values(row)] for row in rows]
-    )
+    names, values = ", ".join(f'"{field}"' for field in fields), attrgetter(*fields)
     return QueryTable(
         name=name,
         help=told,
-        source=name,
+        source=f"main.{name} AS {name}",
         key=f"{name}.rowid",
         columns={field: QueryColumn(kind, text, f'"{field}"') for field, (kind, text) in fields.items()},
         shown=list(fields),
-        order_by=(Ordering(newest, is_descending=True),) if newest else (),
+        order_by=f"{newest} desc" if newest else "",
         searched=[field for field, (kind, _) in fields.items() if kind == "text"],
         step="step" if "step" in fields else None,
+        setup=[(f"CREATE TABLE main.{name} ({names})", ())],
+        rows={f"main.{name}": [[_storable(v) for v in values(row)] for row in rows]},
     )
 
 

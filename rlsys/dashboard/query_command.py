@@ -1,7 +1,8 @@
-"""Queries from the command line: `rlsys query RUN "episodes where reward < 0.1"`."""
+"""Queries from the command line: `rlsys query RUN "select task from episodes where reward < 0.1"`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +12,8 @@ from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index_followers import IndexFollowers
 from rlsys.dashboard.index_schema import INDEXED
 from rlsys.dashboard.queries import Readings
-from rlsys.dashboard.query_language import parse_query
 from rlsys.dashboard.responses import TableAnswer, TableColumn
+from rlsys.dashboard.sql_query import MOST_ROWS
 from rlsys.dashboard.table_queries import Tables
 from rlsys.types import Json
 from rlsys.util.printing import printable
@@ -21,21 +22,22 @@ _LETTERS = 80
 """Most letters of a text in a terminal; JSON has all of them."""
 
 
-def query(folder: Path, text: str, progress: TextIO, *, is_whole: bool) -> TableAnswer:
+def query(
+    folder: Path, text: str, progress: TextIO, *, between: tuple[int, int] | None = None, is_whole: bool
+) -> TableAnswer:
     """Answer a query about a run, after bringing its index up to date; `progress` gets a line if that takes long.
 
-    `folder` may be a folder of runs for the table `runs`. `is_whole`: texts are not cut. Raises `BadQuery`, `NoSuch`
-    and `IndexProblem`.
+    `folder` may be a folder of runs for the table `runs`. `between` are the steps of the table `tasks`. `is_whole`:
+    texts are not cut. Raises `BadQuery`, `NoSuch` and `IndexProblem`.
     """
-    parsed = parse_query(text)
     if not folder.is_dir():
         raise NoSuch(f"{folder} is no folder: give the directory of a run, or a folder of them for the table `runs`")
     readings, indexes = Readings(folder), IndexFollowers()
-    if parsed.table in INDEXED:
+    if INDEXED.keys() & re.findall(r"\w+", text):
         index = indexes.want(readings.folder("."))
         while not index.update(2.0):
             progress.write(f"reading the run: {100 * index.share:.0f} %\n")
-    return Tables(readings, indexes).answer(".", parsed, None if is_whole else _LETTERS)
+    return Tables(readings, indexes).sql(".", text, between, None if is_whole else _LETTERS)
 
 
 def lines_of(found: TableAnswer) -> Iterator[str]:
@@ -49,8 +51,8 @@ def lines_of(found: TableAnswer) -> Iterator[str]:
             for cell, width, column in zip(cells, widths, found.columns, strict=True)
         )
         yield "  ".join(padded).rstrip()
-    if found.num_rows > len(found.rows):
-        yield f"{len(found.rows)} of {found.num_rows} rows: `limit` and `offset` show others"
+    if len(found.rows) == MOST_ROWS:
+        yield f"the first {MOST_ROWS} rows: `limit` and `offset` show others"
 
 
 def _shown(column: TableColumn, value: Json) -> str:

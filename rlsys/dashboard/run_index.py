@@ -3,7 +3,7 @@
     index = RunIndex(folder)
     while not index.update(1.0):
         ...
-    index.answer(parse_query("episodes where reward < 0.1"), 200)
+    index.sql("select task from episodes where reward < 0.1")
 
 It holds no more than the files of the run, of which it notes how far they are read. So it is updated while the run goes
 on, by any number of processes in turn, and is rebuilt after damage or by another version of rlsys. Only the readers of
@@ -13,6 +13,7 @@ a run write it. It is `RUN/index.sqlite`, or a file in the user's cache if the f
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -23,11 +24,10 @@ from pathlib import Path
 from shutil import disk_usage
 
 from rlsys.dashboard.folders import RunFolder
-from rlsys.dashboard.index_schema import INDEXED, STORED, VERSION, WORDS
+from rlsys.dashboard.index_schema import INDEXED, STORED, VERSION
 from rlsys.dashboard.index_writer import IndexWriter, transaction
 from rlsys.dashboard.machine_use import MachineUse
-from rlsys.dashboard.query_language import TableQuery
-from rlsys.dashboard.query_sql import QueryPage, QueryTable, answer, limited
+from rlsys.dashboard.sql_query import QueryPage, QueryTable, TableQuery, page_of, run_sql
 from rlsys.errors import RlsysError
 
 NAME = "index.sqlite"
@@ -36,8 +36,6 @@ _LOCKED_S = 5.0
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Errors after which the index is deleted."""
-_NO_STEPS = (-1, -1)
-"""Steps of `between` that leave a table without rows, where only its columns are wanted."""
 _LEAST_FREE = 2**28
 """Bytes of the disk below which the index does not grow."""
 
@@ -87,17 +85,23 @@ class RunIndex:
         finally:
             self._lock.release()
 
-    def answer(self, query: TableQuery, letters: int | None) -> QueryPage:
-        """Answer a query as of the last update; see `rlsys.dashboard.query_sql.answer`. Raises `IndexProblem`."""
+    def page(self, query: TableQuery, letters: int | None) -> QueryPage:
+        """Answer a page as of the last update; see `rlsys.dashboard.sql_query.page_of`. Raises `IndexProblem`."""
         with self._connected() as connection:
-            with limited(connection):
-                table = INDEXED[query.table](connection, query.between)
-            return answer(connection, table, query, letters)
+            table = INDEXED[query.table](connection, query.between)
+        return page_of(self.path, table, query, letters)
 
-    def tables(self) -> list[QueryTable]:
-        """Every table with its columns, but no rows, as of the last update. Raises `IndexProblem`."""
-        with self._connected() as connection, limited(connection):
-            return [make(connection, _NO_STEPS) for make in INDEXED.values()]
+    def sql(self, text: str, between: tuple[int, int] | None = None, letters: int | None = None) -> QueryPage:
+        """Answer a query in SQL as of the last update; see `rlsys.dashboard.sql_query.run_sql`. `between` are the steps
+        of the view `tasks`. Raises `IndexProblem`."""
+        words = set(re.findall(r"\w+", text))
+        tables = self.tables(between)
+        return run_sql(self.path, [table for table in tables if table.name in words] or tables, text, letters)
+
+    def tables(self, between: tuple[int, int] | None = None) -> list[QueryTable]:
+        """Every table with its columns, as of the last update. Raises `IndexProblem`."""
+        with self._connected() as connection:
+            return [make(connection, between) for make in INDEXED.values()]
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
@@ -155,7 +159,4 @@ def _create(connection: sqlite3.Connection) -> None:
                 connection.execute(f'DROP {kind} IF EXISTS "{name}"')
         for statement in filter(str.strip, STORED.split(";")):
             connection.execute(statement)
-        with suppress(sqlite3.OperationalError):  # SQLite without FTS5, or without trigrams
-            for statement in filter(str.strip, WORDS.split(";")):
-                connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {VERSION}")

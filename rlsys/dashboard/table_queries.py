@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rlsys.dashboard.configs import RunConfig, changed_at, read_config
 from rlsys.dashboard.folders import RunFolder
@@ -20,9 +20,9 @@ from rlsys.dashboard.listed_tables import (
     runs_table,
 )
 from rlsys.dashboard.queries import Readings
-from rlsys.dashboard.query_language import TableQuery, parse_columns, parse_condition, parse_order
-from rlsys.dashboard.query_sql import QueryColumn, QueryPage, QueryTable, answer, unknown
 from rlsys.dashboard.responses import TableAnswer, TableColumn, TableDescription, TablesAnswer
+from rlsys.dashboard.run_index import RunIndex
+from rlsys.dashboard.sql_query import QueryColumn, QueryPage, QueryTable, TableQuery, page_of, run_sql, unknown
 
 LETTERS = 200
 """Most letters of a text on a page."""
@@ -40,55 +40,68 @@ class Tables:
         self._readings, self._indexes = readings, indexes
         self._configs: dict[str, tuple[tuple[int, int], RunConfig]] = {}
         """Configuration of each run, with what tells whether it changed."""
-        self._listed: Mapping[str, Callable[[sqlite3.Connection, str], QueryTable]] = {
-            "alerts": lambda connection, run: alerts_table(connection, self._readings.alerts(run).alerts),
-            "pending": lambda connection, run: pending_table(connection, self._readings.ledger(run).pending),
-            "replicas": lambda connection, run: replicas_table(connection, self._readings.cluster(run).replicas),
-            "worker_failures": lambda connection, run: failures_table(connection, self._readings.cluster(run).restarts),
+        self._listed: Mapping[str, Callable[[str], QueryTable]] = {
+            "alerts": lambda run: alerts_table(self._readings.alerts(run).alerts),
+            "pending": lambda run: pending_table(self._readings.ledger(run).pending),
+            "replicas": lambda run: replicas_table(self._readings.cluster(run).replicas),
+            "worker_failures": lambda run: failures_table(self._readings.cluster(run).restarts),
         }
 
     def prepare(self, run: str) -> None:
         """Begin to index a run, because its tables will be asked for."""
         self._indexes.want(self._readings.folder(run))
 
-    def answer(self, run: str | None, query: TableQuery, letters: int | None = LETTERS) -> TableAnswer:
-        """Answer a query about a run; without `run`, about the table of runs. `letters`: see `query_sql.answer`."""
+    def page(self, run: str | None, query: TableQuery, letters: int | None = LETTERS) -> TableAnswer:
+        """Answer a page about a run; without `run`, about the table of runs. `letters`: see `page_of`."""
         if query.table == RUNS:
-            return self._of_rows(self._runs, query, letters)
+            return _answer(query.table, page_of(None, self._runs(), query, letters), 1.0, offset=query.offset)
         if query.table not in {**INDEXED, **self._listed}:
             unknown(f"table `{query.table}`", query.table, [RUNS, *INDEXED, *self._listed])
         if run is None:
             raise BadRequest(f"run: `{query.table}` is a table of one run; name the run")
+        folder = self._readings.folder(run)
         if query.table in self._listed:
-            folder = self._readings.folder(run)
-            return self._of_rows(lambda connection: self._listed[query.table](connection, folder.id), query, letters)
-        index = self._indexes.current(self._readings.folder(run))
-        try:
-            return _answer(query, index.answer(query, letters), index.share, index.problem)
-        except BadQuery as error:
-            if index.share == 1.0:
-                raise
-            raise BadQuery(f"{error} (the index covers {100 * index.share:.0f} % of the run so far)") from error
+            table = self._listed[query.table](folder.id)
+            return _answer(query.table, page_of(None, table, query, letters), 1.0, offset=query.offset)
+        index = self._indexes.current(folder)
+        with _covered(index):
+            found = index.page(query, letters)
+        return _answer(query.table, found, index.share, index.problem, offset=query.offset)
+
+    def sql(
+        self,
+        run: str | None,
+        text: str,
+        between: tuple[int, int] | None = None,
+        letters: int | None = LETTERS,
+    ) -> TableAnswer:
+        """Answer a query in SQL about a run; without `run`, about the table of runs. A query reads the views of the
+        index, or some of the short lists. `between` are the steps of `tasks`."""
+        words = set(re.findall(r"\w+", text))
+        if RUNS in words:
+            return _answer(RUNS, run_sql(None, [self._runs()], text, letters), 1.0)
+        if run is None:
+            raise BadRequest("run: without a run only the table `runs` can be asked; name the run")
+        folder = self._readings.folder(run)
+        if listed := [make(folder.id) for name, make in self._listed.items() if name in words]:
+            return _answer("", run_sql(None, listed, text, letters), 1.0)
+        index = self._indexes.current(folder)
+        with _covered(index):
+            found = index.sql(text, between, letters)
+        return _answer("", found, index.share, index.problem)
 
     def tables(self, run: str | None) -> TablesAnswer:
         """Every table with its columns."""
-        with closing(sqlite3.connect(":memory:")) as connection:
-            found = [self._runs(connection)]
-            if run is not None:
-                folder = self._readings.folder(run)
-                found += [make(connection, folder.id) for make in self._listed.values()]
-                found += self._indexes.current(folder).tables()
+        found = [self._runs()]
+        if run is not None:
+            folder = self._readings.folder(run)
+            found += [make(folder.id) for make in self._listed.values()]
+            found += self._indexes.current(folder).tables()
         return TablesAnswer([TableDescription(t.name, t.help, _columns(t.columns), t.shown) for t in found])
 
-    def _of_rows(
-        self, make: Callable[[sqlite3.Connection], QueryTable], query: TableQuery, letters: int | None
-    ) -> TableAnswer:
-        with closing(sqlite3.connect(":memory:")) as connection:
-            return _answer(query, answer(connection, make(connection), query, letters), 1.0)
-
-    def _runs(self, connection: sqlite3.Connection) -> QueryTable:
+    def _runs(self) -> QueryTable:
         found = self._readings.runs_with_metrics()
-        return runs_table(connection, [RunRow(row, self._config(folder), metrics) for folder, row, metrics in found])
+        return runs_table([RunRow(row, self._config(folder), metrics) for folder, row, metrics in found])
 
     def _config(self, folder: RunFolder) -> RunConfig:
         at = changed_at(folder)
@@ -98,39 +111,24 @@ class Tables:
         return kept[1]
 
 
-def query_of(
-    table: str,
-    *,
-    condition: str = "",
-    search: str = "",
-    order: str = "",
-    show: str = "",
-    group: str = "",
-    between: tuple[int, int] | None = None,
-    limit: int = 50,
-    offset: int = 0,
-) -> TableQuery:
-    """Query of its parts, as a page keeps them in its address. Raises `BadQuery`."""
-    return TableQuery(
-        table=table,
-        condition=parse_condition(condition),
-        between=between,
-        group_by=parse_columns(group),
-        order_by=parse_order(order),
-        show=parse_columns(show),
-        limit=limit,
-        offset=offset,
-        search=search,
-    )
+@contextmanager
+def _covered(index: RunIndex) -> Iterator[None]:
+    """Say in a refusal how much of the run is indexed: a metric may be a column later."""
+    try:
+        yield
+    except BadQuery as error:
+        if index.share == 1.0:
+            raise
+        raise BadQuery(f"{error} (the index covers {100 * index.share:.0f} % of the run so far)") from error
 
 
-def _answer(query: TableQuery, page: QueryPage, share: float, problem: str = "") -> TableAnswer:
+def _answer(table: str, page: QueryPage, share: float, problem: str = "", *, offset: int = 0) -> TableAnswer:
     return TableAnswer(
-        table=query.table,
+        table=table,
         columns=_columns(page.columns),
         rows=page.rows,
         num_rows=page.num_rows,
-        offset=query.offset,
+        offset=offset,
         indexed=share,
         problem=problem,
     )

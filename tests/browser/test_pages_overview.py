@@ -35,7 +35,7 @@ def test_a_run_is_found_by_what_is_typed_and_opened(visit: Visit) -> None:
     expect(row).to_contain_text("silent")
     expect(row).to_contain_text("70 / 200")
     see(page, "ask-search").fill("plant")
-    see(page, "ask-filter").fill("status = silent")
+    see(page, "ask-filter").fill("status = 'silent'")
     see(page, "ask").click()
     expect(see(page, "rows").locator("tbody tr")).to_have_count(1)
     see(page, "ask-search").fill("nobody")

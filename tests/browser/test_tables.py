@@ -90,9 +90,9 @@ def test_a_table_is_no_wider_than_its_cells_need(visit: Visit) -> None:
 
 def test_episodes_of_all_steps_are_filtered_sorted_and_opened(visit: Visit) -> None:
     page = visit("tables", "small")
-    see(page, "ask-filter").fill("outcome = truncated")
+    see(page, "ask-filter").fill("outcome = 'truncated'")
     see(page, "ask").click()
-    expect(see(page, "ask-filter")).to_have_attribute("value", "outcome = truncated")
+    expect(see(page, "ask-filter")).to_have_attribute("value", "outcome = 'truncated'")
     see(page, "sort-length").click()
     expect(see(page, "rows").locator("th[aria-sort=descending]")).to_contain_text("length")
     assert "order=length+desc" in page.url
@@ -114,7 +114,7 @@ def test_runs_are_grouped_by_a_key_of_their_configuration(visit: Visit) -> None:
     see(page, "ask").click()
     expect(see(page, "rows").locator("thead")).to_contain_text("reward_std")
     see(page, "rows").get_by_role("link", name="grpo").click()
-    expect(see(page, "ask-filter")).to_have_value('algorithm = "grpo"')
+    expect(see(page, "ask-filter")).to_have_value("algorithm = 'grpo'")
     expect(see(page, "run-small")).to_be_visible()
     expect(see(page, "run-planted")).to_have_count(0)
 
@@ -164,9 +164,9 @@ def test_logs_of_workers_are_filtered_by_worker_level_and_pattern(visit: Visit, 
     page.get_by_role("link", name="Output of workers").click()
     expect(see(page, "rows").locator("tbody tr")).to_have_count(4)
     see(page, "rows").get_by_role("link", name="rollout-0").click()
-    expect(see(page, "ask-filter")).to_have_value('worker = "rollout-0"')
+    expect(see(page, "ask-filter")).to_have_value("worker = 'rollout-0'")
     expect(see(page, "rows").locator("tbody tr", has_text="INFO ready")).to_have_count(1)
-    see(page, "ask-filter").fill('level in (warning, error) and text matches "out of .*ory"')
+    see(page, "ask-filter").fill("level in ('warning', 'error') and text regexp 'out of .*ory'")
     see(page, "ask-filter").press("Enter")
     expect(see(page, "rows").locator("tbody tr")).to_have_count(1)
     expect(see(page, "rows")).to_contain_text("CUDA out of memory")

@@ -29,7 +29,7 @@ export const PRESETS = {
   ],
   groups: [["Equal rewards", { filter: "equal" }], ["Failed", { filter: "failed > 0" }], ["Truncated", { filter: "truncated > 0" }]],
   samples: [["Failed", { filter: "failed" }], ["Truncated", { filter: "truncated" }], ["By task", { group: "task" }]],
-  logs: [["Events", { filter: "not kind = line" }], ["Output of workers", { filter: "kind = line" }], ["Warnings and errors", { filter: "level in (warning, error)" }]],
+  logs: [["Events", { filter: "kind <> 'line'" }], ["Output of workers", { filter: "kind = 'line'" }], ["Warnings and errors", { filter: "level in ('warning', 'error')" }]],
 };
 
 /**
@@ -93,7 +93,7 @@ export async function tableView(root, place, { signal, run }, options) {
     const hasSteps = !fixed && STEPPED.has(table);
     return html`<details key="questions" class="asking" open=${ASKED.some((name) => own[name])}><summary>Filter and sort</summary>
       <form class="tools questions" role="search" onsubmit=${onsubmit}>${field("search", "Text anywhere", true)}
-      ${field("filter", table === "runs" ? "Where, as reward > 0.5 and train.lr = 1e-6" : table === "logs" ? 'Where, as level = error and text matches "CUDA|OOM"' : "Where, as reward < 0.1 and step > 100", true)}
+      ${field("filter", table === "runs" ? 'Where, as reward > 0.5 and "train.lr" = 1e-6' : table === "logs" ? "Where, as level = 'error' and text regexp 'CUDA|OOM'" : "Where, as reward < 0.1 and step > 100", true)}
       ${hasSteps && html`${field("from", "From step")}${field("to", "To step")}`}${field("group", table === "runs" ? "Grouped by, as train.lr" : "Grouped by")}
       <button type="submit" data-testid="ask">Show</button></form></details>`;
   }
@@ -142,26 +142,28 @@ export async function tableView(root, place, { signal, run }, options) {
       { label: "Meaning", isText: true, cell: ({ help }) => help },
       { label: "", cell: toggle },
     ];
-    return html`<p>Conditions: <code>${"= != < <= > >="}</code>, <code>between A and B</code>, <code>contains "text"</code>, <code>matches "regular expression"</code>, <code>is empty</code>,
-      with <code>and</code>, <code>or</code>, <code>not</code> and parentheses; the same as <code>rlsys query</code>.</p>
+    return html`<p>A filter is what stands behind <code>where</code> in SQL, as in <code>rlsys query</code>: texts in single quotes, names with <code>.</code> or <code>/</code> in double
+      ones, <code>answer like '%text%'</code>, <code>answer regexp 'pattern'</code>, <code>reward is null</code>.</p>
       <${Table} columns=${told} rows=${columns} id="column-help" keyOf=${({ name }) => name} />`;
   }
   await load();
   return load;
 }
 
-/** The condition that a column has a value, as a text of `filter`. */
+/** The condition that a column has a value, in SQL. */
 export function condition(name, value) {
-  if (value === null || value === undefined || value === "") return `${name} is empty`;
+  const column = /^[a-z_]\w*$/i.test(name) && name !== "group" ? name : `"${name.replaceAll('"', '""')}"`;
+  if (value === null || value === undefined || value === "") return `coalesce(${column}, '') = ''`;
+  if (typeof value === "number") return `${column} = ${value}`;
+  if (typeof value === "boolean") return value ? column : `not ${column}`;
   const text = String(value);
-  const quote = ['"', "'"].find((one) => !text.includes(one));
-  if (quote && text.length < LONG && !CONTROL.test(text)) return `${name} = ${quote}${text}${quote}`;
-  const pieces = text.trim().split("\n").at(-1).split('"').flatMap((piece) => piece.split(CONTROL)); // of a traceback, the exception
-  return `${name} contains "${pieces.sort((a, b) => b.length - a.length)[0].slice(0, LONG)}"`;
+  if (text.length < LONG && !CONTROL.test(text)) return `${column} = '${text.replaceAll("'", "''")}'`;
+  const pieces = text.trim().split("\n").at(-1).split(/[%_']/).flatMap((piece) => piece.split(CONTROL)); // of a traceback, the exception
+  return `${column} like '%${pieces.sort((a, b) => b.length - a.length)[0].slice(0, LONG)}%'`;
 }
 
 function conjoined(filter, name, value) {
-  const own = typeof value === "number" ? `${name} = ${value}` : typeof value === "boolean" ? `${value ? "" : "not "}${name}` : condition(name, value);
+  const own = condition(name, value);
   return filter ? `(${filter}) and ${own}` : own;
 }
 

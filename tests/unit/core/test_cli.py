@@ -242,7 +242,7 @@ def test_a_wrong_configuration_ends_with_2_and_no_traceback(job: str):
 
 def test_a_query_prints_a_table_or_json(tmp_path: Path):
     run = str(small_run(tmp_path / "run"))
-    query = "episodes where truncated and step < 3 order by step show step, outcome"
+    query = "select step, outcome from episodes where truncated and step < 3 order by step"
     done = CliRunner().invoke(app, ["query", run, query])
     assert done.stdout.splitlines() == ["step  outcome", "   1  truncated", "   2  truncated"]
     found = json.loads(CliRunner().invoke(app, ["query", run, query, "--json"]).stdout)
@@ -252,7 +252,7 @@ def test_a_query_prints_a_table_or_json(tmp_path: Path):
 def test_a_bad_query_ends_with_2_and_the_nearest_column(tmp_path: Path):
     run = str(small_run(tmp_path / "run"))
     done = subprocess.run(
-        [RLSYS, "query", run, "episodes where rewrd < 1"], capture_output=True, text=True, check=False
+        [RLSYS, "query", run, "select task from episodes where rewrd < 1"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "did you mean `reward`?" in done.stderr

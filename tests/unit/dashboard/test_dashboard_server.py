@@ -90,7 +90,7 @@ ADDRESSES = {
     "/api/failures?run=small": answers.FailuresAnswer,
     "/api/tables?run=small": answers.TablesAnswer,
     "/api/table?run=small&table=groups&filter=equal&search=task&order=step+desc&from=1&to=9": answers.TableAnswer,
-    "/api/query?run=small&q=episodes": answers.TableAnswer,
+    "/api/query?run=small&q=select+*+from+episodes": answers.TableAnswer,
 }
 
 
@@ -117,7 +117,10 @@ def test_parts_of_a_query_reach_the_tables(url: str) -> None:
         reply = ask(url, path).json
     assert [list(row) for row in reply["rows"]] == [["task", "reward", "step", "group_id", "recorded"]] * 2
     assert [row["step"] for row in reply["rows"]] == sorted((row["step"] for row in reply["rows"]), reverse=True)
-    query = "groups where equal and task contains 'task-2' between 4 and 12 order by step desc show task, reward"
+    query = (
+        "select task, reward, step, group_id, recorded from groups "
+        "where equal and task like '%task-2%' and step between 4 and 12 order by step desc, group_id desc"
+    )
     whole = ask(url, f"/api/query?{urlencode({'run': 'small', 'q': query})}").json
     assert whole["rows"][1:3] == reply["rows"]
     assert whole["num_rows"] == reply["num_rows"]
@@ -131,7 +134,7 @@ def test_a_table_follows_a_run_and_a_new_run_is_listed(tmp_path: Path) -> None:
     history.step()
 
     def steps(run: str) -> int:
-        reply = ask(url, f"/api/query?run={run}&q=steps").json
+        reply = ask(url, f"/api/query?run={run}&q=select+step+from+steps").json
         return reply["num_rows"] if reply["indexed"] == 1 else steps(run)
 
     with served(tmp_path) as url:
@@ -172,7 +175,7 @@ def test_a_metric_that_is_not_a_number_is_null(tmp_path: Path) -> None:
         ("/api/table?run=small&table=episodes&filter=rewrd+<+1", "did you mean `reward`?"),
         ("/api/table?run=small&table=episodes&limit=1000000", "limit: "),
         ("/api/table?table=episodes", "run: "),
-        ("/api/query?run=small&q=episode", "did you mean `episodes`?"),
+        ("/api/query?run=small&q=select+*+from+episode", "did you mean `episodes`?"),
     ],
 )
 def test_an_invalid_request_is_refused_naming_the_parameter(url: str, path: str, named: str) -> None:

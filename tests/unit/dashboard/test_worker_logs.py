@@ -14,7 +14,7 @@ from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.machine_use import MachineUse
 from rlsys.dashboard.queries import Readings
 from rlsys.dashboard.run_index import RunIndex
-from rlsys.dashboard.table_queries import query_of
+from rlsys.dashboard.sql_query import TableQuery
 from rlsys.monitoring.machine_samples import MachineSample, described_end, last_lines
 from tests.histories import BEGIN_S, History, Shape
 
@@ -63,8 +63,8 @@ def lines(run: Path, where: str = "") -> Sequence[Mapping[str, Any]]:
     index = RunIndex(RunFolder(run.parent, run.name))
     while not index.update(10.0):
         pass
-    condition = f"kind = line and ({where})" if where else "kind = line"
-    return index.answer(query_of("logs", condition=condition), None).rows
+    condition = f"kind = 'line' and ({where})" if where else "kind = 'line'"
+    return index.page(TableQuery(table="logs", filter=condition), None).rows
 
 
 def texts(run: Path, where: str = "") -> list[str]:
@@ -97,9 +97,9 @@ def test_lines_are_filtered_by_worker_level_and_expression(run: Path) -> None:
     logged(run, "rollout-0", "INFO started", "WARNING 09-12 slow", "Traceback (most recent call last):", "  File x")
     logged(run, "actor-0", "torch.OutOfMemoryError: CUDA", "\x1b[31mplain\x1b[0m")
     bad = {"  File x", "Traceback (most recent call last):", "torch.OutOfMemoryError: CUDA"}
-    assert set(texts(run, "level = error")) == bad
-    assert texts(run, "worker = 'rollout-0' and level in (warning, error)")[-1] == "WARNING 09-12 slow"
-    assert set(texts(run, "text matches '^(info|plain)'")) == {"INFO started", "plain"}
+    assert set(texts(run, "level = 'error'")) == bad
+    assert texts(run, "worker = 'rollout-0' and level in ('warning', 'error')")[-1] == "WARNING 09-12 slow"
+    assert set(texts(run, "text regexp '^(info|plain)'")) == {"INFO started", "plain"}
 
 
 def test_of_very_many_samples_older_ones_are_forgotten_and_the_last_stays(run: Path) -> None:

@@ -1,0 +1,167 @@
+"""Queries in SQL over a handmade view: what they answer, what a page asks, and what is refused."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.dashboard.http_problems import BadQuery
+from rlsys.dashboard.sql_query import QueryColumn, QueryPage, QueryTable, TableQuery, page_of, run_sql
+
+ROWS = [
+    ["ann", 1, 0.5, "short", 1],
+    ["bob", 2, None, "a longer text, 100 % of it", 0],
+    ["cleo", 3, 2.5, "it's a_b", 0],
+    ["dan", 4, 2.5, None, 1],
+]
+TABLE = QueryTable(
+    name="people",
+    help="",
+    source="main.people AS people",
+    key="people.rowid",
+    columns={
+        "name": QueryColumn("text", "", "name"),
+        "step": QueryColumn("int", "", "step"),
+        "reward": QueryColumn("float", "", "reward"),
+        "told": QueryColumn("text", "", "told"),
+        "new": QueryColumn("bool", "", "new"),
+        "pass@1/mean-x": QueryColumn("float", "", "reward * 2"),
+    },
+    shown=("name",),
+    order_by="step",
+    searched=("name", "told"),
+    setup=[("CREATE TABLE main.people (name, step, reward, told, new)", ())],
+    rows={"main.people": ROWS},
+)
+
+
+def page(letters: int | None = None, **asked: Any) -> QueryPage:
+    return page_of(None, TABLE, TableQuery(table="people", **asked), letters)
+
+
+def names(**asked: Any) -> str:
+    """First letters of the names that a page has."""
+    return "".join(str(row["name"])[0] for row in page(**asked).rows)
+
+
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [
+        ("reward = 2.5", "cd"),
+        ("reward between 0.5 and 2", "a"),
+        ("name in ('ann', 'bob')", "ab"),
+        ("not name in ('ann', 'bob')", "cd"),
+        ("reward is null", "b"),
+        ("new", "ad"),
+        ("not new", "bc"),
+        ("told like '%LONG%'", "b"),
+        ("told like '%it''s%'", "c"),
+        ("told regexp '^a .* [0-9]+ %'", "b"),
+        ("told regexp '.'", "abc"),
+        ('"pass@1/mean-x" > 4', "cd"),
+        ("name = 'x'' or 1=1 --'", ""),
+        ("step > 1 -- and all that follows", "bcd"),
+    ],
+)
+def test_a_filter_selects_rows(condition: str, found: str) -> None:
+    assert names(filter=condition) == found
+
+
+def test_rows_are_ordered_and_paged_with_empty_values_last() -> None:
+    assert names() == "abcd"
+    assert names(order_by="reward") == "acdb"
+    assert names(order_by="reward desc, name desc") == "dcab"
+    found = page(order_by="step", limit=2, offset=1)
+    assert ([row["name"] for row in found.rows], found.num_rows) == (["bob", "cleo"], 4)
+    assert page(offset=9).num_rows == 4
+
+
+def test_steps_and_search_narrow_what_the_filter_selects() -> None:
+    assert names(between=(2, 3)) == "bc"
+    assert names(search="AN") == "ad"
+    assert names(search="a", filter="new or 1 = 0") == "ad"
+    assert names(search="%") == "b"
+
+
+def test_groups_have_their_number_and_the_spread_of_what_is_shown() -> None:
+    (old, new) = page(group_by="new", order_by="new").rows
+    assert (old["new"], old["num"], old["reward_mean"], old["reward_std"]) == (False, 2, 2.5, None)
+    assert new["reward_std"] == pytest.approx(2**0.5)
+    with pytest.raises(BadQuery, match="`told` is a text, which has no mean"):
+        page(group_by="new", show="told")
+
+
+def test_long_texts_are_cut_around_what_was_looked_for() -> None:
+    (row,) = page(letters=9, filter="told like '%100%'", show="told").rows
+    assert row["told"] == "a longer …"
+    (row,) = page(letters=50, search="100", show="told").rows
+    assert row["told"] == "a longer text, 100 % of it"
+
+
+def test_a_query_in_sql_has_the_columns_that_it_names() -> None:
+    found = run_sql(None, [TABLE], "select new, count(*) as num, stddev(reward) from people group by new")
+    assert list(found.columns) == ["new", "num", "stddev(reward)"]
+    assert [column.kind for column in found.columns.values()] == ["bool", "int", "float"]
+    assert [row["new"] for row in found.rows] == [False, True]
+    assert list(run_sql(None, [TABLE], "select * from people").columns) == list(TABLE.columns)
+
+
+@pytest.mark.parametrize(
+    ("sql", "problem"),
+    [
+        ("select rewrd from people", "did you mean `reward`"),
+        ('select name from people where "rewrd" < 1', "unknown column `rewrd` .*did you mean `reward`"),
+        ("select name from peple", "unknown table `peple`: did you mean `people`"),
+        ("selec 1", 'near "selec": syntax error'),
+        ("select 1; select 2", "one statement at a time"),
+        ("select told regexp '(' from people", "unterminated subpattern|user-defined function"),
+        ("select zeroblob(3000000000)", "too big|memory"),
+        ("select " + "1," * 6000 + "1", "characters, and at most"),
+    ],
+)
+def test_a_query_that_cannot_be_answered_is_explained(sql: str, problem: str) -> None:
+    with pytest.raises(BadQuery, match=problem):
+        run_sql(None, [TABLE], sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "pragma user_version = 9",
+        "attach 'FOLDER/other.sqlite' as other",
+        "delete from main.people",
+        "create table t (a)",
+        "insert into main.people values (1, 2, 3, 4, 5)",
+        "select * from sqlite_master",
+        "select load_extension('x')",
+        "with w as (select 1) delete from main.people",
+        "vacuum into 'FOLDER/stolen.sqlite'",
+    ],
+)
+def test_nothing_but_reading_is_allowed(sql: str, tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE people (name, step, reward, told, new)")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(BadQuery, match=r"not authorized|denied|prohibited|readonly"):
+        run_sql(path, [replace(TABLE, setup=(), rows={})], sql.replace("FOLDER", str(tmp_path)))
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["index.sqlite"]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "with recursive c(x) as (select 1 union all select x + 1 from c) select count(*) from c",
+        "select 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!' regexp '(a+)+$'",
+    ],
+    ids=["without an end", "an expression that takes for ever"],
+)
+def test_a_query_without_an_end_is_ended(sql: str) -> None:
+    with pytest.raises(BadQuery, match="took more than 1 s"):
+        run_sql(None, [TABLE], sql, seconds=1.0)
