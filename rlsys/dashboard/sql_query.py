@@ -34,6 +34,8 @@ MOST_S = 5.0
 """Most seconds of a query."""
 MEMORY_MB = 2048
 """Most memory of the process that answers."""
+MOST_COLUMNS = 1900
+"""Most columns of a view."""
 KEY = "#key"
 """Column of a view that is unique for each row."""
 _BEFORE = 40
@@ -79,10 +81,12 @@ class QueryTable:
     rows: Mapping[str, Sequence[Sequence[Json]]] = field(default_factory=dict)
     """Rows of the tables that `setup` makes."""
 
-    @property
-    def view(self) -> Sql:
-        """The statement that makes the view."""
-        columns = {KEY: self.key, **{name: column.sql for name, column in self.columns.items()}}
+    def view_for(self, text: str) -> Sql:
+        """The statement that makes the view, with all columns that a query names: SQLite has no more than
+        `MOST_COLUMNS`. A name with a null character is none that can be asked for."""
+        possible = [name for name in self.columns if "\0" not in name]
+        kept = {*sorted(possible, key=lambda name: quoted(name) not in text and name not in text)[:MOST_COLUMNS]}
+        columns = {KEY: self.key, **{name: self.columns[name].sql for name in possible if name in kept}}
         parts = ", ".join(f"{sql} AS {quoted(name)}" for name, sql in columns.items())
         return f"CREATE TEMP VIEW {self.name} AS SELECT {parts} FROM {self.source}", ()
 
@@ -268,7 +272,11 @@ def _asked(
     database: Path | None, tables: Sequence[QueryTable], queries: Sequence[Sql], text: str, seconds: float
 ) -> list[Any]:
     """Let a process answer. Raises `BadQuery`; `text` is what somebody wrote."""
-    setup = [*(statement for table in tables for statement in table.setup), *(table.view for table in tables)]
+    named = " ".join(sql for sql, _ in queries)
+    setup = [
+        *(statement for table in tables for statement in table.setup),
+        *(table.view_for(named) for table in tables),
+    ]
     rows = {name: rows for table in tables for name, rows in table.rows.items()}
     request = {
         "database": str(database) if database else None, "setup": setup, "rows": rows, "queries": queries,

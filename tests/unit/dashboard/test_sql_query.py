@@ -165,3 +165,12 @@ def test_nothing_but_reading_is_allowed(sql: str, tmp_path: Path) -> None:
 def test_a_query_without_an_end_is_ended(sql: str) -> None:
     with pytest.raises(BadQuery, match="took more than 1 s"):
         run_sql(None, [TABLE], sql, seconds=1.0)
+
+
+def test_of_very_many_columns_those_that_a_query_names_are_there() -> None:
+    many = {f"key.{number}": QueryColumn("int", "", str(number)) for number in range(5000)}
+    table = replace(TABLE, columns={**TABLE.columns, **many, "odd\0key": QueryColumn("int", "", "1")})
+    found = run_sql(None, [table], 'select name, "key.4321" from people where "key.17" = 17 limit 1')
+    assert found.rows == [{"name": "ann", "key.4321": 4321}]
+    (row,) = page_of(None, table, TableQuery(table="people", show="key.4999", limit=1), None).rows
+    assert row == {"key.4999": 4999}

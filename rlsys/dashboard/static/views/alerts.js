@@ -18,7 +18,7 @@ export async function render(root, place, context) {
   return tableView(root, place, context, {
     table: "alerts",
     noun: "alert",
-    fixed: () => "not until_step is empty",
+    fixed: () => "until_step is not null",
     usual: { show: "alert, step, until_step, value, threshold, sentence" },
     labels: { step: "from step", until_step: "to step" },
     cells: { alert: words, value: (value, { unit }) => unit && quantity(value, unit), threshold: (value, { unit }) => unit && quantity(value, unit) },

@@ -67,7 +67,7 @@ function nonePending(answer) {
 function droppedTable(run, answer) {
   const rows = Object.entries(answer.dropped).sort(([, a], [, b]) => b - a);
   if (!rows.length) return html`<p class="muted" data-testid="none-dropped">No group was dropped.</p>`;
-  const which = (reason) => link("tables", run, { table: "logs", filter: `kind = group_dropped and text contains "): ${reason}"` });
+  const which = (reason) => link("tables", run, { table: "logs", filter: `kind = 'group_dropped' and text like '%): ${reason}%'` });
   const columns = [
     { label: "Reason", isHead: true, cell: ([reason]) => html`<a href=${which(reason)} data-row title="Which groups, and why">${reason}</a>` },
     { label: "Groups", isNumber: true, cell: ([, num]) => number(num) },
