@@ -49,9 +49,9 @@ from benchmarks.measure import (
 )
 from benchmarks.turn_routing import Sessions
 from rlsys.agents.agent import Policy, Tell
-from rlsys.agents.gateway.gateway_server import shared_gateway
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
+from rlsys.gateway.gateway_server import shared_gateway
 from rlsys.routing.request_router import RequestRouter
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY, Assignment, GroupKey, Message, Sampling, Task, Turn
@@ -239,7 +239,7 @@ async def kept_prefixes(size: Size, seed: int) -> dict[str, float]:
 
     from rlsys.routing.requests import Completion, Request
     from workers.engines.engine_choice import start_engine
-    from workers.engines.local import LocalEngine
+    from workers.engines.local.local_engine import LocalEngine
 
     path = sorter("short") if size == "short" else smollm()
     spec = engine_spec("local", str(path / "model"), "float32", slots=8, max_context=1024)

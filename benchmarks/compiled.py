@@ -55,8 +55,8 @@ def figures_of(name: str, size: Size) -> dict[str, object]:
     import torch
     from transformers import AttentionInterface
 
-    from workers.train.activations import decoder_layers
-    from workers.train.row_attention import ROW_ATTENTION, row_attention
+    from workers.model.decoder_layers import decoder_layers
+    from workers.model.row_attention import ROW_ATTENTION, row_attention
 
     AttentionInterface.register(ROW_ATTENTION, torch.compiler.disable(row_attention))
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def _model(name: str, size: Size) -> PreTrainedModel:
         return random_model(30).eval()
     import torch
 
-    from workers.train.model_loading import load_model
+    from workers.model.model_loading import load_model
 
     return load_model(str(sorter(size) / "model"), torch.float32).eval()
 
@@ -136,7 +136,7 @@ def _rows(name: str, count: int) -> Iterator[MicroBatch]:
 def _train(model: PreTrainedModel, row: MicroBatch) -> None:
     """Forward and backward of a micro-batch."""
     from rlsys.types import Distribution
-    from workers.train.logprobs import trained_logprobs
+    from workers.model.logprobs import trained_logprobs
 
     trained_logprobs(model, row, Distribution(1.0))[0].sum().backward()
 
@@ -147,7 +147,7 @@ def _attention(model: PreTrainedModel, row: MicroBatch, how: str) -> float:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from workers.train.row_attention import AttentionRow, row_attention
+    from workers.model.row_attention import AttentionRow, row_attention
 
     text, num = model.config.get_text_config(), len(row.tokens_R)
     torch.manual_seed(0)

@@ -153,7 +153,7 @@ def main() -> None:
 
 def open_run(root: str) -> dict[str, float]:
     """Open a run as the overview, groups, cluster, ledger and alerts pages do, one after the other."""
-    from rlsys.dashboard.queries import Readings
+    from rlsys.dashboard.query.queries import Readings
 
     before_mb, seconds = _resident_mb(), []
     with timed(seconds):
@@ -171,8 +171,8 @@ def open_run(root: str) -> dict[str, float]:
 
 def index_run(root: str) -> dict[str, float]:
     """Build the index of a run, as `rlsys dashboard` does in the background."""
-    from rlsys.dashboard.folders import RunFolder
-    from rlsys.dashboard.run_index import RunIndex
+    from rlsys.dashboard.index.folders import RunFolder
+    from rlsys.dashboard.index.run_index import RunIndex
 
     index, seconds = RunIndex(RunFolder(Path(root).resolve(), "big")), []
     with timed(seconds):

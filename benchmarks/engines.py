@@ -58,7 +58,7 @@ from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import ReplicaSpec, RolloutSpec, RolloutWorker
 
 if TYPE_CHECKING:
-    from workers.engines.vllm import VllmEngine
+    from workers.engines.vllm.vllm_engine import VllmEngine
 
 ENGINES: tuple[EngineName, ...] = ("vllm", "local")
 FOLDER = Path(".cache/engines")

@@ -51,7 +51,7 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
 
     from rlsys.batch.tensors import packed
     from rlsys.types import Distribution
-    from workers.train.logprobs import trained_logprobs
+    from workers.model.logprobs import trained_logprobs
 
     torch.set_num_threads(1)
     model, rng = random_model(num_layers), random.Random(seed)
@@ -81,8 +81,8 @@ def step_seconds(who: Literal["rlsys", "bare"], num_groups: int, num_layers: int
     from algorithms.grpo import GRPO
     from rlsys.batch.tensors import StepData
     from rlsys.types import Distribution
+    from workers.model.logprobs import trained_logprobs
     from workers.train.fsdp import FsdpBackend
-    from workers.train.logprobs import trained_logprobs
     from workers.train.optimizer import OptimizerSettings
     from workers.train.rank_group import RankGroup
 

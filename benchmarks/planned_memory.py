@@ -74,7 +74,7 @@ def plan_error(
     from transformers import AutoConfig
 
     from rlsys.config.memory_plan import rank_memory
-    from workers.train.memory_counts import CountedModel
+    from workers.model.memory_counts import CountedModel
     from workers.train.rank_group import in_processes
 
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
@@ -103,9 +103,9 @@ def _rank_step(
 
     from rlsys.config.schema import MemorySavings
     from rlsys.types import Distribution
+    from workers.model.logprobs import Scorer
+    from workers.model.model_loading import CPU
     from workers.train.layout import RankLayout
-    from workers.train.logprobs import Scorer
-    from workers.train.model_loading import CPU
     from workers.train.optimizer import OptimizerSettings
     from workers.train.rank_group import RankGroup
     from workers.train.sharded import Sharded

@@ -43,7 +43,7 @@ BESIDE = {
 """Types with a group's identity that are not of the road -> reason."""
 WEIGHTS = (
     "algorithms/gac.py", "rlsys/weight_sync/", "workers/relay/", "workers/train/optimizer.py",
-    "workers/train/owned_parts.py", "workers/transport/",
+    "workers/model/model_tensors.py", "workers/transport/",
 )  # fmt: skip
 """Files from gradient to weights, but for `VERIFIED`."""
 VERIFIED = "rlsys/weight_sync/sync.py"

@@ -95,8 +95,8 @@ def measure(how: ActivationCheckpointing, num_positions: int, num_layers: int) -
     from rlsys.batch.samples import Sample
     from rlsys.batch.tensors import MicroBatch
     from rlsys.types import VersionSpan
-    from workers.train.activations import checkpoint_layers
-    from workers.train.logprobs import trained_logprobs
+    from workers.model.decoder_layers import checkpoint_layers
+    from workers.model.logprobs import trained_logprobs
 
     torch.set_num_threads(1)
     model = random_model(num_layers).eval()
@@ -134,9 +134,9 @@ def _load(path: str, num_ranks: int, rank: int, address: str) -> float:
     import torch
     from torch.distributed.tensor import DTensor
 
+    from workers.model.logprobs import Scorer
+    from workers.model.model_loading import CPU, load_model, outline
     from workers.train.layout import RankLayout
-    from workers.train.logprobs import Scorer
-    from workers.train.model_loading import CPU, load_model, outline
     from workers.train.rank_group import RankGroup
 
     torch.set_num_threads(1)
@@ -171,8 +171,8 @@ def _collectives(gather: GatherWeights, num_micro_batches: int, num_layers: int)
 
     from rlsys.config.mesh_section import MeshSection
     from rlsys.config.schema import MemorySavings
+    from workers.model.model_loading import CPU
     from workers.train.layout import RankLayout
-    from workers.train.model_loading import CPU
     from workers.train.rank_group import RankGroup
 
     found = {"all_gathers": 0, "reduce_scatters": 0}

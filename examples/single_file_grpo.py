@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlsys.util.seeds import group_seed, request_seed
-from workers.engines.decoder import uniform
+from workers.engines.local.decoder import uniform
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def query(
 
     It reads the run's files by an index beside them, which it brings up to date first.
     """
-    from rlsys.dashboard import query_command
+    from rlsys.dashboard.query import query_command
 
     found = query_command.query(run, text, sys.stderr, between=between, is_whole=as_json)
     _echo(asdict(found), query_command.lines_of(found), as_json=as_json)
@@ -289,8 +289,8 @@ def report(
     It prints on six pages of A4 at most, or as many for each policy.
     """
     from rlsys.config.changed_keys import changed_keys
-    from rlsys.dashboard.html_report import report_of
-    from rlsys.dashboard.queries import Readings
+    from rlsys.dashboard.query.queries import Readings
+    from rlsys.dashboard.report.html_report import report_of
 
     text = report_of(Readings(run), changed_keys)
     _write(output, text)
@@ -469,7 +469,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """List problems of this environment with their remedies; exit 1 if one must be fixed."""
-    from rlsys.doctor import diagnose, gather
+    from rlsys.launch.doctor import diagnose, gather
 
     findings = diagnose(gather(address))
     _echo([asdict(f) for f in findings], map(str, findings), as_json=as_json)

@@ -134,7 +134,7 @@ class Assignment:
 class Distribution:
     """Distribution over the next token, given logits. Logprobs are those of this distribution, not of the raw logits.
 
-    See `workers.train.truncation` for its computation.
+    See `workers.model.token_distribution` for its computation.
     """
 
     temperature: float = 1.0
@@ -219,7 +219,7 @@ class Turn:
     routing: tuple[bytes, ...] = ()
     """Experts that the engine chose, one entry per output token: at the positions that it computed for this token,
     which are the last ones of the prompt for the first, and that of the token before for others. A position has as many
-    bytes as all others, see `workers.train.routing`. Empty if not recorded."""
+    bytes as all others, see `workers.model.routers`. Empty if not recorded."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", IntArray(self.prompt_ids))

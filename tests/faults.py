@@ -26,8 +26,6 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import AlertRaised, Events, RunStarted
 from rlsys.monitoring.trackers.jsonl import JsonlSink
-from rlsys.simulate.world_state import Fault as FakeFault
-from rlsys.simulate.world_state import Spans
 from rlsys.testing import (
     EventRecorder,
     FakeActor,
@@ -39,6 +37,8 @@ from rlsys.testing import (
     run_virtual,
 )
 from rlsys.testing.fake_run import fake_config
+from rlsys.testing.world_state import Fault as FakeFault
+from rlsys.testing.world_state import Spans
 from rlsys.types import (
     OK,
     POLICY,

@@ -12,10 +12,10 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from rlsys.agents.agent import Policy, Tell
-from rlsys.agents.gateway.gateway_server import Endpoint, Gateway, shared_gateway
 from rlsys.agents.session import Budget
 from rlsys.agents.workflow import Session
 from rlsys.errors import DataError, TaskTooLong
+from rlsys.gateway.gateway_server import Endpoint, Gateway, shared_gateway
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Message, Task, Turn
 

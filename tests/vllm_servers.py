@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.processes import free_port
 
 START_S = 240.0
-EXTENSION = ["--worker-extension-cls", "workers.engines.vllm_served.ServedWeights"]
+EXTENSION = ["--worker-extension-cls", "workers.engines.vllm.vllm_served.ServedWeights"]
 ON_CPU = ["--enforce-eager", "--block-size", "32", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"]
 
 

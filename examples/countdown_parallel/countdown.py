@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlsys.agents.workflow import Agent, Session
-from rlsys.agents.workflows.spawn_join import SpawnJoin
+from rlsys.workflows.spawn_join import SpawnJoin
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MAX_TRIES = len(OPERATIONS)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlsys.agents.workflow import Agent, Session
-from rlsys.agents.workflows.lead_subagents import LeadSubagents
+from rlsys.workflows.lead_subagents import LeadSubagents
 
 MAX_LOOKUPS = 2
 """Letters that one subagent may look up: three subagents are needed for six."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pydantic import PositiveInt
 
 from rlsys.agents.workflow import BudgetSpent, Session, Workflow
-from rlsys.agents.workflows.research import State
 from rlsys.types import Task
+from rlsys.workflows.research import State
 
 NOTHING = "-"
 """Result of a look-up without a key."""

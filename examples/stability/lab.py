@@ -40,10 +40,10 @@ from rlsys.routing.requests import Request
 from rlsys.types import Distribution, Episode, Group, PolicyVersion, Sampling, Task, Trajectory, Turn
 from rlsys.util.seeds import group_seed, request_seed
 from workers.engines.engine import EngineSpec
-from workers.engines.local import LocalEngine
+from workers.engines.local.local_engine import LocalEngine
+from workers.model.model_loading import load_model
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
-from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 

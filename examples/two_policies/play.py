@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 
 from rlsys.agents.workflow import Agent
-from rlsys.agents.workflows.self_play import SelfPlay
 from rlsys.types import Prompt, Task
+from rlsys.workflows.self_play import SelfPlay
 
 NUM_DIGITS = 6
 

@@ -1,6 +1,6 @@
 """Memory of a training rank, of a frozen model and of a rollout replica by owner, computed from counts of a model.
 
-The counts come from `workers.train.memory_counts`, which reads no weights. Everything else here is arithmetic, so that
+The counts come from `workers.model.memory_counts`, which reads no weights. Everything else here is arithmetic, so that
 a search can try thousands of settings. `benchmarks.trainer` compares ranks with measured steps on a CPU.
 """
 

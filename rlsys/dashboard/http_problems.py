@@ -14,6 +14,6 @@ class BadRequest(RlsysError):
 
 
 class BadQuery(BadRequest):
-    """A query of `rlsys.dashboard.sql_query` that cannot be answered. Names the place, or the nearest column."""
+    """A query of `rlsys.dashboard.index.sql_query` that cannot be answered. Names the place, or the nearest column."""
 
     exit_code = 2

@@ -17,14 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from rlsys.dashboard.event_decoding import WHOLE
 from rlsys.dashboard.http_problems import NoSuch
-from rlsys.dashboard.queries import MOST_OPENED, Readings
+from rlsys.dashboard.index.event_decoding import WHOLE
+from rlsys.dashboard.index.sql_query import MOST_LETTERS, MOST_ROWS, TableQuery
+from rlsys.dashboard.query.queries import MOST_OPENED, Readings
+from rlsys.dashboard.query.table_queries import Tables
 from rlsys.dashboard.responses import Axis
 from rlsys.dashboard.security import refused
-from rlsys.dashboard.sql_query import MOST_LETTERS, MOST_ROWS, TableQuery
 from rlsys.dashboard.stream import Changes, TooManyPages
-from rlsys.dashboard.table_queries import Tables
 from rlsys.errors import RlsysError
 
 STATIC = Path(__file__).parent / "static"

@@ -626,7 +626,7 @@ class TableColumn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableAnswer:
     """`/api/table?run=&table=&filter=&search=&order=&show=&group=&from=&to=&offset=&limit=` and `/api/query?run=&q=`:
-    rows of a table; see `rlsys.dashboard.sql_query`."""
+    rows of a table; see `rlsys.dashboard.index.sql_query`."""
 
     table: str
     columns: Sequence[TableColumn]

@@ -22,15 +22,15 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from rlsys.dashboard.connections import DEFAULT_LIMITS, ConnectionLimits, protocol_of
-from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import app_of
-from rlsys.dashboard.index_followers import IndexFollowers
+from rlsys.dashboard.index.folders import RunFolder
+from rlsys.dashboard.index.index_followers import IndexFollowers
 from rlsys.dashboard.listener import Listener
-from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.query.queries import Readings
+from rlsys.dashboard.query.table_queries import Tables
 from rlsys.dashboard.security import Guard
 from rlsys.dashboard.stream import Changes
-from rlsys.dashboard.table_queries import Tables
 from rlsys.util.logs import BoundedLog
 
 _GOODBYE_S = 2

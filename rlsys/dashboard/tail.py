@@ -9,12 +9,12 @@ from heapq import merge
 from pathlib import Path
 from typing import TextIO
 
-from rlsys.dashboard.configs import read_config
-from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode
-from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import NoSuch
-from rlsys.dashboard.run_files import Tail
-from rlsys.dashboard.summary import GONE
+from rlsys.dashboard.index.event_decoding import UnknownKind, Unreadable, decode
+from rlsys.dashboard.index.folders import RunFolder
+from rlsys.dashboard.index.run_files import Tail
+from rlsys.dashboard.query.configs import read_config
+from rlsys.dashboard.query.summary import GONE
 from rlsys.monitoring.alerts import Alarms
 from rlsys.monitoring.events import AlertRaised, Event, PhaseDone, RolledBack, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.trackers.console import ConsoleSink, note_of

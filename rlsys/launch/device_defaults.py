@@ -81,7 +81,7 @@ def _recorded(config: Config) -> dict[str, Any]:
 
 def _of_gpus(config: Config, missing: set[str], gpu_memory: int | None) -> dict[str, Any]:
     """Values of these keys on GPUs."""
-    from workers.train.memory_counts import memory_of_gpu
+    from workers.model.memory_counts import memory_of_gpu
 
     train, rollout = config.train, config.rollout
     memory = gpu_memory or memory_of_gpu()

@@ -149,7 +149,7 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
         raise ConfigError(
             f"--gpus {gpus}: no worker of this configuration reserves a GPU; set train.num_gpus and rollout.num_gpus"
         )
-    from workers.train.memory_counts import memory_of_gpu
+    from workers.model.memory_counts import memory_of_gpu
 
     own = memory_of_gpu() if memory is None else None
     planned = Gpus(gpus or ceil(reserved), memory or own or USUAL_GPU, is_assumed=not (memory or own))

@@ -8,7 +8,7 @@ from html import escape
 from importlib import import_module
 from typing import Any
 
-from rlsys.dashboard.plots import plot, short
+from rlsys.dashboard.report.plots import plot, short
 from rlsys.dashboard.responses import Series
 from rlsys.monitoring.events import Event, RunEnded, RunStarted, StepDone
 

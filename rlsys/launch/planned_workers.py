@@ -28,7 +28,7 @@ from rlsys.config.schema import ActivationCheckpointing
 from rlsys.config.server_section import ServerSection
 
 if TYPE_CHECKING:
-    from workers.train.memory_counts import CountedModel
+    from workers.model.memory_counts import CountedModel
 
 USABLE = 0.9
 """Part of a GPU's memory for the tensors of a rank. The rest is for CUDA's context, NCCL, and fragmentation."""
@@ -92,7 +92,7 @@ class PlannedWorkers:
 
     def published_bytes(self, settings: MemorySettings) -> int:
         """Bytes of one version of the weights of all trained policies."""
-        from workers.train.memory_counts import adapter_parameters
+        from workers.model.memory_counts import adapter_parameters
 
         total = 0
         for own in self._config.trained.values() or [self._config]:
@@ -131,7 +131,7 @@ class PlannedWorkers:
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> tuple[Memory, str]:
         """Return the memory of a rank on its device, and a remark about the host's."""
-        from workers.train.memory_counts import adapter_parameters, check_routing, stabilizer_bytes
+        from workers.model.memory_counts import adapter_parameters, check_routing, stabilizer_bytes
 
         if config.train.routing_replay and not is_critic:
             check_routing(config.model.path)
@@ -227,7 +227,7 @@ class PlannedWorkers:
 
     def _model(self, path: str, key: str = "model.path", mesh: MeshSection | None = None) -> CountedModel:
         """Return the model at a path; with a mesh, the part of it that the ranks of `tensor` leave to one of them."""
-        from workers.train.memory_counts import CountedModel
+        from workers.model.memory_counts import CountedModel
 
         one = (path, mesh.tensor, mesh.context, mesh.expert) if mesh else (path,)
         if one not in self._counted:

@@ -13,9 +13,9 @@ from pathlib import Path
 from aiohttp import web
 
 from rlsys.agents.agent import Policy
-from rlsys.agents.gateway.policy_server import Drawing, PolicyServer
 from rlsys.config import Config
 from rlsys.errors import ConfigError
+from rlsys.gateway.policy_server import Drawing, PolicyServer
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.offline_commands import exported
 from rlsys.loop.checkpoint import CONFIG

@@ -22,8 +22,8 @@ from rlsys.data.row_adapters import Columns
 from rlsys.data.task_file import Place, load_tasks
 from rlsys.data.task_mixture import Source, TaskMixture
 from rlsys.data.task_source import Tasks, TaskSource
-from rlsys.doctor import ensure_not_shadowed
 from rlsys.errors import ConfigError, DataError, ModelError
+from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.passed_checks import PassedChecks
 from rlsys.launch.prompt_checks import check_prompts
 from rlsys.rewards.reward_function import RewardSum
@@ -100,7 +100,7 @@ def check_architectures(config: Config) -> None:
 
     A folder without that file is passed over: a dry run needs no more than its tokenizer, and workers refuse it.
     """
-    from workers.train.model_loading import supported
+    from workers.model.model_loading import supported
 
     paths = {"model.path": config.model.path}
     if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:

@@ -31,7 +31,7 @@ from rlsys.config.config_problems import nearest, refuse
 from rlsys.config.loader import load
 from rlsys.config.sections import Section
 from rlsys.errors import ConfigError
-from rlsys.simulate.fake_world import RewardAsAdvantage
+from rlsys.testing.fake_world import RewardAsAdvantage
 from rlsys.types import Group
 
 TRANSFER_S = 4 * 3600.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rlsys.simulate.fake_pools import now
-from rlsys.simulate.fake_world import FakeWorld
 from rlsys.simulate.profile import TRANSFER_S, Profile
+from rlsys.testing.fake_pools import now
+from rlsys.testing.fake_world import FakeWorld
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.weight_sync.links import Link
 from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, VersionPart

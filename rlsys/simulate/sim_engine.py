@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 from math import sqrt
 
-from rlsys.simulate.fake_pools import FakePlay, now
 from rlsys.simulate.profile import Profile
+from rlsys.testing.fake_pools import FakePlay, now
 from rlsys.types import EngineStats, PolicyVersion
 
 ROUNDING = 1e-4

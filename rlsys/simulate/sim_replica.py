@@ -12,10 +12,10 @@ from math import inf
 
 from rlsys.errors import WorkerDied
 from rlsys.routing.request_router import PREFIX_TOKENS, ReplicaWork, cheapest, request_weight
-from rlsys.simulate.fake_pools import FakePlay, FakeReplica, FakeRollouts, now
 from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_engine import SimEngine, SimRequest, Used
 from rlsys.simulate.sim_session import Environments, Rounds, Wait, Workload, WorkloadTurn
+from rlsys.testing.fake_pools import FakePlay, FakeReplica, FakeRollouts, now
 from rlsys.types import (
     OK,
     Assignment,

@@ -19,14 +19,14 @@ from rlsys.contracts import Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Event, Events, StepDone
-from rlsys.simulate.fake_pools import FakeRewards, now
-from rlsys.simulate.fake_training import FakeActor, FakeRelays
-from rlsys.simulate.fake_world import tasks
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.sim_cluster import SimCluster
 from rlsys.simulate.sim_engine import Used
 from rlsys.simulate.sim_replica import SimRollouts
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.fake_pools import FakeRewards, now
+from rlsys.testing.fake_training import FakeActor, FakeRelays
+from rlsys.testing.fake_world import tasks
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import Group
 
 NUM_TASKS = 1024

@@ -21,14 +21,14 @@ that hypothesis can choose them. Faults are scripted: the n-th call of a worker 
 weights. Fakes assert what their contract requires of the caller.
 """
 
-from rlsys.simulate.fake_pools import FakePinnedRollouts, FakeRewards, FakeRollouts, now
-from rlsys.simulate.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
-from rlsys.simulate.fake_world import FakeWorld, RewardAsAdvantage, tasks
-from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
-from rlsys.simulate.world_state import Fault
 from rlsys.testing.fake_environment import FakeEnvironment
+from rlsys.testing.fake_pools import FakePinnedRollouts, FakeRewards, FakeRollouts, now
 from rlsys.testing.fake_run import EventRecorder, FakeRun
+from rlsys.testing.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
+from rlsys.testing.fake_world import FakeWorld, RewardAsAdvantage, tasks
 from rlsys.testing.scripted_policy import ScriptedPolicy, played
+from rlsys.testing.virtual_clock import VirtualLoop, run_virtual
+from rlsys.testing.world_state import Fault
 
 __all__ = [
     "EventRecorder",

@@ -18,12 +18,12 @@ from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, Events, StepDone
 from rlsys.rewards.reward_function import RewardInput, RewardSum, judged_in, known_score
-from rlsys.simulate.fake_pools import now
-from rlsys.simulate.fake_world import FakeWorld, tasks
-from rlsys.simulate.virtual_clock import run_virtual
-from rlsys.simulate.world_state import Spans
 from rlsys.stabilizer import Stabilizer, alone
+from rlsys.testing.fake_pools import now
+from rlsys.testing.fake_world import FakeWorld, tasks
 from rlsys.testing.scripted_policy import ScriptedPolicy
+from rlsys.testing.virtual_clock import run_virtual
+from rlsys.testing.world_state import Spans
 from rlsys.types import POLICY, Assignment, Episode, Group, PolicyVersion, Score, Task
 from rlsys.util.deadlines import Progress
 

@@ -61,7 +61,7 @@ def test_chosen_runs_are_compared_by_curves_and_configuration(visit: Visit) -> N
 
     expect(see(page, "legend-policy/entropy")).to_contain_text("small")
     expect(see(page, "legend-policy/entropy")).to_contain_text("planted")
-    assert "algorithm.type rlsys.simulate.fake_world:RewardAsAdvantage grpo" in rows_of(
+    assert "algorithm.type rlsys.testing.fake_world:RewardAsAdvantage grpo" in rows_of(
         page, "differences"
     )  # the newest run first
     see(page, "lacking").locator("summary").click()

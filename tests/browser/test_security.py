@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlsys.config.changed_keys import changed_keys
-from rlsys.dashboard.html_report import report_of
-from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.query.queries import Readings
+from rlsys.dashboard.report.html_report import report_of
 from tests.browser.conftest import NARROW, Complaints, address_of, shown
 from tests.dashboards import served
 from tests.hostile import ATTACKS, LONG, MARK, RUN, task_id_of

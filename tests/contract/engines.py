@@ -25,8 +25,8 @@ from rlsys.routing.requests import Completion, Request
 from rlsys.types import PolicyVersion, Sampling, VersionSpan
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Engine, EngineSpec
-from workers.engines.local import LocalEngine
-from workers.train.lora import adapter_of, add_adapter, published
+from workers.engines.local.local_engine import LocalEngine
+from workers.model.lora import adapter_of, add_adapter, published
 
 torch.set_num_threads(1)
 
@@ -170,7 +170,7 @@ def local_lora(**choices: Any) -> LocalEngine:
 
 def vllm(*, tied: bool, model: PreTrainedModel | None = None, **choices: Any) -> Engine:
     """vLLM on a folder with `model`, or that of `Kit.model`; with `lora`, that model is the base."""
-    from workers.engines.vllm import VllmEngine
+    from workers.engines.vllm.vllm_engine import VllmEngine
 
     with tempfile.TemporaryDirectory() as folder:
         (model or qwen(tied=tied)).save_pretrained(folder)

@@ -24,11 +24,11 @@ from tests.families import WIDE, tiny
 from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, planned
 from workers.engines.engine import Engine, EngineSpec
-from workers.engines.local import LocalEngine
-from workers.train.buffers import persistent_buffers
+from workers.engines.local.local_engine import LocalEngine
+from workers.model.lora import published
+from workers.model.model_loading import load_model
+from workers.model.model_tensors import persistent_buffers
 from workers.train.fsdp import FsdpBackend
-from workers.train.lora import published
-from workers.train.model_loading import load_model
 from workers.train.rank_group import RankGroup
 from workers.train.sharded import BUFFERS
 from workers.train.state_files import saved_shapes

@@ -32,7 +32,7 @@ from tests.contract.engines import (
     with_a_model,
 )
 from workers.engines.engine import Engine
-from workers.train.logprobs import score
+from workers.model.logprobs import score
 
 
 def test_every_token_has_a_logprob_and_a_version(kit: Kit) -> None:

@@ -16,8 +16,8 @@ from rlsys.routing.requests import Completion, Request
 from rlsys.types import PolicyVersion, Sampling
 from tests.contract.engines import NUM_VOCAB, head, llama, qwen
 from tests.families import tiny
-from workers.engines.decoder import Decoder
-from workers.engines.local import Residents
+from workers.engines.local.decoder import Decoder
+from workers.engines.local.local_engine import Residents
 from workers.engines.stepping import EngineJob
 
 PROMPTS = [

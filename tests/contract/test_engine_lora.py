@@ -12,7 +12,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError, WeightsMismatch
 from tests.contract.engines import LORA, VLLM, Kit, adapted, ask, change, local_lora, qwen, run, vllm
 from workers.engines.engine import Engine
-from workers.train.lora import merge, published
+from workers.model.lora import merge, published
 
 KITS = [
     pytest.param(Kit(local_lora, tied=True, has_adapter=True), id="local"),

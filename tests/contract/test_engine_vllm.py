@@ -211,7 +211,7 @@ LAYERS = {
 @VLLM
 def test_one_wrong_element_of_a_packed_copy_is_found_within_some_versions() -> None:
     """Of 64 columns, 8 are read back per version."""
-    from workers.engines.vllm_weights import COLUMNS, Packed
+    from workers.engines.vllm.vllm_weights import COLUMNS, Packed
 
     kit, layer, found = Kit(lambda: vllm(tied=True), tied=True), "model.layers.1.self_attn.o_proj", []
     weights = kit.weights(1)
@@ -241,7 +241,7 @@ async def wrong_in(engine: Engine, weights: Mapping[str, Tensor]) -> list[Tensor
 
 @VLLM
 def test_layers_other_than_plain_packed_ones_are_refused() -> None:
-    from workers.engines.vllm_weights import can_be_swapped
+    from workers.engines.vllm.vllm_weights import can_be_swapped
 
     packed, experts = torch.nn.Linear(2, 2), torch.nn.Module()
     packed.__dict__["cpu_linear"] = torch.nn.functional.linear
@@ -254,7 +254,7 @@ def test_layers_other_than_plain_packed_ones_are_refused() -> None:
 
 @VLLM
 def test_a_model_unknown_to_vllm_is_refused_by_name(tmp_path: Path) -> None:
-    from workers.engines.vllm import VllmEngine
+    from workers.engines.vllm.vllm_engine import VllmEngine
 
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ModelError, match=str(tmp_path)):

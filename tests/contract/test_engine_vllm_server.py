@@ -22,9 +22,9 @@ from rlsys.weight_sync.manifest import content_hash
 from tests.contract.engines import ask, change, in_bfloat16, logprobs_by_hand, spelled
 from tests.vllm_servers import vllm_server
 from workers.engines.engine import EngineSpec, ServerSpec
-from workers.engines.vllm_server import VllmServerEngine
-from workers.train.logprobs import score
-from workers.train.lora import published
+from workers.engines.vllm.vllm_server import VllmServerEngine
+from workers.model.logprobs import score
+from workers.model.lora import published
 from workers.transport.checksums import checksum_of, hash_of, spec_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -32,7 +32,7 @@ from tests.contract.engines import (
     with_a_model,
 )
 from workers.engines.engine import Engine
-from workers.train.lora import published
+from workers.model.lora import published
 from workers.transport.checksums import checksum_of, hash_of, spec_of
 
 

@@ -21,12 +21,12 @@ from tests.families import FAMILIES, VLLM_FAMILIES, WIDE, tiny
 from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, data_of, differing, planned
 from workers.engines.engine import Engine, EngineSpec
-from workers.engines.local import LocalEngine
+from workers.engines.local.local_engine import LocalEngine
+from workers.model.logprobs import score
+from workers.model.model_loading import load_model
+from workers.model.model_tensors import persistent_buffers
 from workers.text.tokenizer import TextTokenizer
-from workers.train.buffers import persistent_buffers
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import score
-from workers.train.model_loading import load_model
 from workers.train.rank_group import RankGroup
 from workers.transport.checksums import checksum_of, spec_of
 
@@ -151,7 +151,7 @@ def local_of(path: str, *, stop_ids: frozenset[int] = frozenset(), max_context: 
 
 
 def vllm_of(path: str, *, stop_ids: frozenset[int] = frozenset(), max_context: int = CONTEXT) -> Engine:
-    from workers.engines.vllm import VllmEngine
+    from workers.engines.vllm.vllm_engine import VllmEngine
 
     spec = EngineSpec(model_path=path, slots=4, max_context=max_context)
     return VllmEngine(spec, stop_token_ids=stop_ids, version=3, device=torch.device("cpu"), name="r")

@@ -40,9 +40,9 @@ from tests.training import (
     planned,
     random_team,
 )
+from workers.model.split_layers import check_splits
 from workers.train.fsdp import FsdpBackend
 from workers.train.rank_group import RankGroup
-from workers.train.split_layers import check_splits
 
 SAMPLED = Distribution(0.9)
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rlsys.errors import ModelError
 from tests.models import save_model, tiny_gemma3, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.training import JoinedRanks, differing
+from workers.model.logprobs import Scorer
+from workers.model.model_loading import CPU, load_base_model, load_model
 from workers.train.layout import RankLayout
-from workers.train.logprobs import Scorer
-from workers.train.model_loading import CPU, load_base_model, load_model
 from workers.train.rank_group import RankGroup
 
 FAMILIES = [tiny_llama, tiny_qwen3, tiny_gemma3, tiny_qwen3_moe]

@@ -27,11 +27,11 @@ from tests.training import (
     everything_in,
     planned,
 )
-from workers.train.adapter_files import base_hash
+from workers.model.adapter_files import base_hash
+from workers.model.logprobs import trained_logprobs
+from workers.model.lora import A, adapter_of, add_adapter
+from workers.model.model_loading import load_model
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import trained_logprobs
-from workers.train.lora import A, adapter_of, add_adapter
-from workers.train.model_loading import load_model
 from workers.train.optimizer import learning_rate
 from workers.train.rank_group import RankGroup
 from workers.train.step_data import RankStep

@@ -35,13 +35,13 @@ from tests.families import tiny
 from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, JoinedRanks, Outcome, assert_alike, data_of, planned
 from workers.engines.engine import Engine, EngineSpec
-from workers.engines.local import LocalEngine
-from workers.train.activations import checkpoint_layers
+from workers.engines.local.local_engine import LocalEngine
+from workers.model.decoder_layers import checkpoint_layers
+from workers.model.logprobs import trained_logprobs
+from workers.model.model_loading import CPU, load_model
+from workers.model.routers import Routers, RoutingReplay
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import trained_logprobs
-from workers.train.model_loading import CPU, load_model
 from workers.train.rank_group import RankGroup
-from workers.train.routing import Routers, RoutingReplay
 
 NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 16, 4, 2
 MANY: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN}
@@ -133,7 +133,7 @@ def test_an_engine_that_is_not_asked_records_nothing() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_vllm_on_a_gpu_records_what_its_routers_choose(tmp_path: Path) -> None:
     """Never ran."""
-    from workers.engines.vllm import VllmEngine
+    from workers.engines.vllm.vllm_engine import VllmEngine
 
     path = save_model(tmp_path, moe(hidden_size=128, head_dim=32, moe_intermediate_size=64))
     spec = EngineSpec(model_path=path, slots=8, max_context=CONTEXT, records_routing=True)
@@ -256,7 +256,7 @@ def test_a_trainer_computes_with_the_recorded_experts(how: Literal["none", "sele
     expected.sum().backward()
     for (name, one), other in zip(ours.named_parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
-    assert replay.reduced(RankGroup())["sampler/experts_differ"] > 0.5
+    assert replay.reduced(RankGroup().sum_over_ranks)["sampler/experts_differ"] > 0.5
 
 
 def test_without_records_a_router_chooses_itself() -> None:
@@ -270,9 +270,9 @@ def test_without_records_a_router_chooses_itself() -> None:
         found, _ = trained_logprobs(replayed, batch, Distribution(1.0))
         torch.testing.assert_close(found, expected)
         replay.count(batch)
-    told = replay.reduced(RankGroup())
+    told = replay.reduced(RankGroup().sum_over_ranks)
     assert told == {"sampler/experts_recorded": (0 + 11 + 16) / 48, "sampler/experts_differ": 0.0}
-    assert replay.reduced(RankGroup()) == {}
+    assert replay.reduced(RankGroup().sum_over_ranks) == {}
 
 
 def test_records_are_counted_without_a_wait_for_the_device() -> None:
@@ -442,7 +442,7 @@ def test_replay_brings_a_trainer_closer_to_an_engine_that_rounds(tmp_path: Path)
         with torch.no_grad():
             logprobs, _ = trained_logprobs(trainer, mb, Distribution(1.0))
         off[what] = float((logprobs - mb.behavior_logprobs_N).abs().mean())
-    assert replay.reduced(RankGroup())["sampler/experts_differ"] > 0.001
+    assert replay.reduced(RankGroup().sum_over_ranks)["sampler/experts_differ"] > 0.001
     assert off["with"] < 0.9 * off["without"]
 
 

@@ -36,8 +36,8 @@ from tests.training import (
     everything_in,
     planned,
 )
+from workers.model.model_loading import load_model
 from workers.train.fsdp import FsdpBackend
-from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings, critic_optimizer_settings, learning_rate, optimizer_settings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import BIN_WIDTH

@@ -11,9 +11,9 @@ import torch
 
 from rlsys.types import Distribution, PolicyVersion
 from tests.training import PLAIN, SETTINGS, JoinedRanks, Measuring, Surrogate, data_of, planned
+from workers.model.logprobs import trained_logprobs
+from workers.model.model_loading import load_model
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import trained_logprobs
-from workers.train.model_loading import load_model
 from workers.train.rank_group import RankGroup
 from workers.train.token_columns import TokenColumns
 

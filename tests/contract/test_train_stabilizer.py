@@ -15,9 +15,9 @@ from rlsys.errors import CheckpointError, TrainingError
 from rlsys.stabilizer import GradientDecision, Updates
 from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
+from workers.model.model_loading import CPU
 from workers.train.fsdp import FsdpBackend
 from workers.train.layout import RankLayout
-from workers.train.model_loading import CPU
 from workers.train.optimizer import CPU_PIECE, AdamUpdates, OptimizerSettings, adamw
 from workers.train.rank_group import RankGroup
 from workers.train.sharded import Sharded

@@ -13,9 +13,9 @@ from rlsys.contracts import Workers
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
-from rlsys.simulate.world_state import said
 from rlsys.testing import EventRecorder, FakeActor, FakeRelays, FakeRewards, FakeRollouts, FakeWorld, run_virtual
 from rlsys.testing.fake_run import start_of
+from rlsys.testing.world_state import said
 from rlsys.types import POLICY, Acknowledged, Assignment, Episode, Group, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.util.deadlines import Progress
 from tests.simulate.schedules import DEADLY_TO_ACTORS, MACHINE_FAULTS, Choosy, heavy_tailed, most_failures

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.query.queries import Readings
 from tests.faults import BEGIN_S, FAULTS, HEALTHY, alerts_of
 
 

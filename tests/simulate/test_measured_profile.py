@@ -9,10 +9,10 @@ import pytest
 
 from rlsys.errors import ConfigError, DataError
 from rlsys.monitoring.events import Event, GroupRolledOut
-from rlsys.simulate.fake_pools import now
 from rlsys.simulate.measured_profile import Steps, Turns, measured_profile, profile_of
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.simulation import Report, Simulation
+from rlsys.testing.fake_pools import now
 
 KEYS = ["turns={mean: 1}", "environment_s=null", "observation_tokens=0", "decode.token_s=0", "prefill_tokens_per_s=1e8"]
 

@@ -199,7 +199,7 @@ class ModelShapes:
         the adapter. `dtype` is that of parameters, and buffers may have any; None: each tensor's."""
         from torch import nn
 
-        from workers.train.lora import published
+        from workers.model.lora import published
 
         every, first = published(model, has_aliases=True), published(model)
         names = {id(tensor): name for name, tensor in first.items()}

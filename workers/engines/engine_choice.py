@@ -10,13 +10,13 @@ import torch
 
 from rlsys.errors import ConfigError, ModelError, WorkerError
 from workers.engines.engine import EngineChoice, EngineName, EngineSpec
-from workers.train.lora import add_adapter
-from workers.train.model_loading import load_model, outline
-from workers.train.model_support import check_context
+from workers.model.lora import add_adapter
+from workers.model.model_loading import load_model, outline
+from workers.model.model_support import check_context
 
 if TYPE_CHECKING:
     from workers.engines.engine import Engine
-    from workers.engines.vllm_server import VllmServerEngine
+    from workers.engines.vllm.vllm_server import VllmServerEngine
 
 WORTH_PARAMETERS = 50_000_000
 """Smallest model for which vLLM is chosen on a CPU. Measured at two sizes (`docs/measurements.md`): `local` is faster
@@ -92,17 +92,17 @@ async def start_engine(
                 "whole weights; train an adapter (train.lora), set rollout.engine=local, or a rollout.weight_change "
                 "other than beside"
             )
-        from workers.engines.vllm import VllmEngine
+        from workers.engines.vllm.vllm_engine import VllmEngine
 
         engine = VllmEngine(spec, stop_token_ids=stop_token_ids, decode=decode, device=device, name=worker)
     elif name == "vllm_server":
-        from workers.engines.vllm_server import VllmServerEngine
+        from workers.engines.vllm.vllm_server import VllmServerEngine
 
         assert spec.server is not None
         engine = VllmServerEngine(spec, spec.server, stop_token_ids=stop_token_ids, decode=decode, name=worker)
         await _started(engine)
     else:
-        from workers.engines.local import LocalEngine
+        from workers.engines.local.local_engine import LocalEngine
 
         model = load_model(spec.model_path, getattr(torch, spec.dtype), device)
         check_context(model, spec.max_context, f"model {spec.model_path!r}")

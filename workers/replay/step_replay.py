@@ -33,10 +33,10 @@ from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.stabilizer import alone
 from rlsys.types import POLICY
+from workers.model.logprobs import trained_logprobs
+from workers.model.lora import add_adapter
+from workers.model.model_loading import CPU, load_model, load_tokenizer
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import trained_logprobs
-from workers.train.lora import add_adapter
-from workers.train.model_loading import CPU, load_model, load_tokenizer
 from workers.train.optimizer import (
     critic_optimizer_settings,
     local_gradients,

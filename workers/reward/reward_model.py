@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlsys.agents.agent import messages_of
 from rlsys.errors import ModelError
 from rlsys.types import Message, Prompt
+from workers.model.model_loading import load_tokenizer, on_device, pretrained
 from workers.text.tokenizer import rendered
-from workers.train.model_loading import load_tokenizer, on_device, pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

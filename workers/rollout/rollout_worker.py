@@ -106,7 +106,7 @@ class RolloutSpec:
 async def load_replica(name: str, spec: RolloutSpec, policy: str, route: Route | None) -> EngineReplica:
     """Load the replica of a policy, in the process of the worker `name`."""
     from workers.engines.engine_choice import choose, start_engine
-    from workers.train.adapter_files import base_hash
+    from workers.model.adapter_files import base_hash
     from workers.transport.puller import WeightPuller
 
     own, device = spec.policies[policy], spec.resources.claim()

@@ -23,17 +23,18 @@ from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import Distribution, VersionSpan
 from rlsys.weight_sync.manifest import Probe, Rectangle, shares
-from workers.train.adapter_files import Adapter, facts_of, write_adapter
-from workers.train.costs import pair_cost
+from workers.model.adapter_files import Adapter, write_adapter
+from workers.model.decoder_layers import pair_cost
+from workers.model.logprobs import Scorer
+from workers.model.lora import merge, peft_config, published, without_adapter
+from workers.model.model_loading import CPU, load_model, load_tokenizer, outline
+from workers.model.model_tensors import owned_part
+from workers.model.routers import RoutingReplay
+from workers.train.adapter_state import facts_of
 from workers.train.layout import RankLayout
-from workers.train.logprobs import Scorer
-from workers.train.lora import merge, peft_config, published, without_adapter
-from workers.train.model_loading import CPU, load_model, load_tokenizer, outline
 from workers.train.optimizer import OptimizerSettings
-from workers.train.owned_parts import owned_part
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
-from workers.train.routing import RoutingReplay
 from workers.train.sharded import Sharded
 from workers.train.step_data import Part, RankStep, mismatched
 from workers.train.token_columns import TokenColumns
@@ -157,7 +158,7 @@ class FsdpBackend(Sharded):
             "batch/skipped_frac": plan.num_skipped / (plan.num_tokens + plan.num_skipped),
         }
         metrics |= {**means, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
-        metrics |= self._replay.reduced(self._ranks) if self._replay else {}
+        metrics |= self._replay.reduced(self._ranks.sum_over_ranks) if self._replay else {}
         self.end_step()
         return metrics
 

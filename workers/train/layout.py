@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
-from workers.train.activations import checkpoint_layers, decoder_layers
-from workers.train.context import ContextGroup
+from workers.model.context import ContextGroup
+from workers.model.decoder_layers import checkpoint_layers, decoder_layers
+from workers.model.split_layers import check_splits, experts_of, split_experts, split_tensors
 from workers.train.rank_group import RankGroup
-from workers.train.split_layers import check_splits, experts_of, split_experts, split_tensors
 
 
 @dataclass(frozen=True)

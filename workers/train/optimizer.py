@@ -8,6 +8,7 @@ from math import cos, pi, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.stabilizer import inner_product
+from workers.model.model_tensors import local
 
 if TYPE_CHECKING:
     import torch
@@ -113,13 +114,6 @@ def adamw(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, in the same memory; the whole tensor if it is not sharded."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradients(module: nn.Module) -> Gradients:

@@ -36,7 +36,7 @@ class ReferenceWorker:
         tokens of `policy` are scored. Raises `ModelError`."""
         import torch
 
-        from workers.train.model_loading import load_model
+        from workers.model.model_loading import load_model
 
         self._policy, self._device = policy, device
         self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), self._device)
@@ -56,7 +56,7 @@ class ReferenceWorker:
 
     def logprobs(self, payload: tuple[Episode, ...]) -> list[FloatArray]:
         """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
-        from workers.train.logprobs import score
+        from workers.model.logprobs import score
 
         samples = list(samples_in(payload))
         own = [sample for (e, t, _), sample in samples if payload[e].trajectories[t].policy == self._policy]
@@ -72,7 +72,7 @@ class ReferenceWorker:
         """`Signal.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""
         import torch
 
-        from workers.train.logprobs import trained_logprobs
+        from workers.model.logprobs import trained_logprobs
         from workers.train.step_data import mismatched
 
         logprobs = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._distribution)[0])

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from rlsys.errors import CheckpointError, OutOfMemory, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
-from workers.train.adapter_files import PART, check_saved
-from workers.train.buffers import persistent_buffers
+from workers.model.model_tensors import local, persistent_buffers
+from workers.train.adapter_state import PART, check_saved
 from workers.train.layout import RankLayout
 from workers.train.optimizer import (
     AdamUpdates,
@@ -23,7 +23,6 @@ from workers.train.optimizer import (
     adamw,
     clip,
     learning_rate,
-    local,
     local_gradients,
     squared_norms,
     trained_parameters,

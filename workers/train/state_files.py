@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rlsys.contracts import Files
 from rlsys.errors import CheckpointError
-from workers.train.optimizer import local
+from workers.model.model_tensors import local
 from workers.train.rank_group import RankGroup
 
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]

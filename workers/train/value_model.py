@@ -18,11 +18,12 @@ from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError
-from workers.train.adapter_files import Adapter, facts_of
-from workers.train.context import ContextGroup
+from workers.model.adapter_files import Adapter
+from workers.model.context import ContextGroup
+from workers.model.logprobs import hidden_states
+from workers.model.model_loading import CPU, load_base_model, load_tokenizer
+from workers.train.adapter_state import facts_of
 from workers.train.layout import RankLayout
-from workers.train.logprobs import hidden_states
-from workers.train.model_loading import CPU, load_base_model, load_tokenizer
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import StepMetrics

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from rlsys.agents.agent import Tell
-from rlsys.agents.gateway.gateway_server import MAX_BODY
 from rlsys.agents.session import Budget
 from rlsys.batch.samples import samples_of
 from rlsys.errors import DataError, TaskTooLong, WorkerDied
+from rlsys.gateway.gateway_server import MAX_BODY
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Trajectory, Turn
 from tests.gateways import CALL, WEATHER, FailingPolicy, HeldPolicy, Served, served, session_of, user

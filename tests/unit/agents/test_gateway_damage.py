@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import pytest
 
-from rlsys.agents.gateway.answers import MAX_TOLD
-from rlsys.agents.gateway.gateway_server import DEFAULT_LIMITS, HOST, Endpoint, Gateway, GatewayLimits
 from rlsys.agents.session import Session
+from rlsys.gateway.answers import MAX_TOLD
+from rlsys.gateway.gateway_server import DEFAULT_LIMITS, HOST, Endpoint, Gateway, GatewayLimits
 from rlsys.util.logs import LINES_PER_MINUTE
 from tests.damage import ODD_JSON, with_odd_value, with_other_bytes
 from tests.gateways import CALL, WEATHER, session_of, user

@@ -11,10 +11,10 @@ import aiohttp
 import orjson
 import pytest
 
-from rlsys.agents.gateway.gateway_server import Gateway, shared_gateway
-from rlsys.agents.workflows.openai_agent import OpenAIAgent
+from rlsys.gateway.gateway_server import Gateway, shared_gateway
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY
+from rlsys.workflows.openai_agent import OpenAIAgent
 from tests.gateways import TASK, HeldPolicy, session_of
 from tests.replicas import until
 

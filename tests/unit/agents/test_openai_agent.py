@@ -16,10 +16,10 @@ import pytest
 
 from rlsys.agents.agent import Policy
 from rlsys.agents.workflow import play_or_fail
-from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
 from rlsys.testing import ScriptedPolicy, played
 from rlsys.types import POLICY, Distribution, Message, Task, Trajectory, Turn
+from rlsys.workflows.openai_agent import OpenAIAgent
 from tests.gateways import FailingPolicy, PickyPolicy
 from tests.openai_agents import PROGRAM
 from tests.processes import is_gone
@@ -223,7 +223,7 @@ def test_a_program_and_its_children_end_with_their_parent(tmp_path: Path):
     program = f"sleep 1000 & echo $! $$ > {note}.part; mv {note}.part {note}; wait"
     command = ["sh", "-c", program]
     code = f"asyncio.run(run_program({command}, env={{}}, stdin=''))"
-    imports = "import asyncio; from rlsys.agents.sandbox.programs import run_program; "
+    imports = "import asyncio; from rlsys.sandbox.programs import run_program; "
     with subprocess.Popen([sys.executable, "-c", imports + code]) as replica:
         while not note.exists():
             assert replica.poll() is None

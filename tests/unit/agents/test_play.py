@@ -13,11 +13,11 @@ import pytest
 from rlsys.agents.environment import Environment, Step
 from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
-from rlsys.agents.workflows.environment_play import EnvironmentPlay
 from rlsys.config.plugins import WORKFLOWS
 from rlsys.errors import ConfigError
 from rlsys.testing import ScriptedPolicy, played
 from rlsys.types import TRUNCATED, Distribution, Json, Message, OutcomeKind, Prompt, Task, Trajectory
+from rlsys.workflows.environment_play import EnvironmentPlay
 from tests.call_texts import write_calls
 from tests.worlds import Broken
 
@@ -144,7 +144,7 @@ def test_rewards_are_summed_taken_last_or_left_to_the_task(reward: str, rewards:
 
 def test_it_is_a_section_of_a_configuration():
     section = {
-        "type": "rlsys.agents.workflows.environment_play:EnvironmentPlay",
+        "type": "rlsys.workflows.environment_play:EnvironmentPlay",
         "environment": GUESS,
         "args": {"most": 3},
         "reward": "last",

@@ -17,13 +17,6 @@ from algorithms.kto import KTO
 from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, AgentStopped, ContextFull, Session
-from rlsys.agents.workflows.lead_subagents import LeadSubagents
-from rlsys.agents.workflows.parallel_drafts import ANSWER, DISTILL, DRAFT, ParallelDrafts
-from rlsys.agents.workflows.reconfiguring import Reconfiguring
-from rlsys.agents.workflows.research import Research
-from rlsys.agents.workflows.self_play import INVALID, SelfPlay
-from rlsys.agents.workflows.spawn_join import NOTHING, SpawnJoin
-from rlsys.agents.workflows.tool_use import ToolUse, move, opened
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import meta_of, samples_of
@@ -31,6 +24,13 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, TaskTooLong, ToolError
 from rlsys.testing import ScriptedPolicy, played
 from rlsys.types import OK, Episode, Json, Message, OutcomeKind, Score, Task, Trajectory
+from rlsys.workflows.lead_subagents import LeadSubagents
+from rlsys.workflows.parallel_drafts import ANSWER, DISTILL, DRAFT, ParallelDrafts
+from rlsys.workflows.reconfiguring import Reconfiguring
+from rlsys.workflows.research import Research
+from rlsys.workflows.self_play import INVALID, SelfPlay
+from rlsys.workflows.spawn_join import NOTHING, SpawnJoin
+from rlsys.workflows.tool_use import ToolUse, move, opened
 from tests.call_texts import write_calls
 from tests.groups import group
 

@@ -13,7 +13,6 @@ import torch
 from algorithms.kto import KTO
 from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn
-from rlsys.agents.workflows.offline import Demonstrations, Offline
 from rlsys.algorithm import Signal
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in, samples_of
@@ -24,14 +23,15 @@ from rlsys.errors import ConfigError, DataError, TaskTooLong
 from rlsys.testing import ScriptedPolicy
 from rlsys.testing import played as play
 from rlsys.types import OK, Assignment, Distribution, Episode, Group, GroupKey, Json, Message, Prompt, Task, VersionSpan
+from rlsys.workflows.offline import Demonstrations, Offline
 from tests.models import tiny_sorter
 from tests.replicas import Shelf, played, replica_of, scripted, sessions_of
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import EngineSpec
-from workers.engines.local import LocalEngine
+from workers.engines.local.local_engine import LocalEngine
+from workers.model.logprobs import score
 from workers.text.tokenizer import TextTokenizer
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import score
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlsys.agents.sandbox import confinement as confined
-from rlsys.agents.sandbox import python_sandbox as sandbox
-from rlsys.agents.sandbox.program_usage import StoredFiles, WrittenBytes, num_threads
-from rlsys.agents.sandbox.python_sandbox import ProgramLimits, PythonResult, python_tool, run_python
 from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
 from rlsys.errors import SandboxError
+from rlsys.sandbox import confinement as confined
+from rlsys.sandbox import python_sandbox as sandbox
+from rlsys.sandbox.program_usage import StoredFiles, WrittenBytes, num_threads
+from rlsys.sandbox.python_sandbox import ProgramLimits, PythonResult, python_tool, run_python
 from tests.processes import is_gone, requires_bubblewrap
 
 FAST = ProgramLimits(wall_s=20, cpu_s=5, memory_mb=256)
@@ -512,7 +512,7 @@ os.write(w, b"x")
     held = signal.signal(signal.SIGIO, lambda number, frame: received.append(number))
     try:
         launched = f"""
-from rlsys.agents.sandbox import confinement as confined
+from rlsys.sandbox import confinement as confined
 confined._prctl(38, 1)
 confined.restrict_files("/tmp", ["/"])
 {code}"""
@@ -552,7 +552,7 @@ def test_threads_without_end_are_killed_long_before_the_deadline():
 def test_without_seccomp_a_child_does_not_stretch_the_deadline(has_bubblewrap: bool, is_apart: bool):
     code = f"""
 import asyncio, time
-from rlsys.agents.sandbox.python_sandbox import ProgramLimits, run_python
+from rlsys.sandbox.python_sandbox import ProgramLimits, run_python
 child = "import subprocess; print(subprocess.Popen(['sleep', '{FOR_A_MINUTE}'], start_new_session={is_apart}).pid)"
 limits = ProgramLimits(requires=("landlock",))
 print(asyncio.run(run_python(child, limits=limits)))
@@ -645,7 +645,7 @@ def left_by_a_killed_parent(code: str) -> int:
     began = f"{code.replace(FOREVER, '')}\nprint('begun')\nopen('begun', 'w').close()\n{FOREVER}"
     parent = f"""
 import asyncio, os, psutil
-from rlsys.agents.sandbox.python_sandbox import ProgramLimits, run_python
+from rlsys.sandbox.python_sandbox import ProgramLimits, run_python
 async def main():
     running = asyncio.create_task(run_python({began!r}, limits=ProgramLimits(cpu_s=60, wall_s=60)))
     children = []
@@ -669,7 +669,7 @@ def test_where_a_required_guard_is_missing_nothing_is_run():
     code = """
 import asyncio
 from rlsys.errors import SandboxError
-from rlsys.agents.sandbox.python_sandbox import ProgramLimits, run_python
+from rlsys.sandbox.python_sandbox import ProgramLimits, run_python
 try:
     asyncio.run(run_python("print('run')"))
 except SandboxError as error:
@@ -680,7 +680,7 @@ print(asyncio.run(run_python("print('run')", limits=ProgramLimits(requires=("lan
     refused, allowed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert refused == (
         "cannot run a program in the sandbox: seccomp: no filter is written for i686; "
-        "see `rlsys.agents.sandbox.python_sandbox.ProgramLimits.requires`"
+        "see `rlsys.sandbox.python_sandbox.ProgramLimits.requires`"
     )
     assert allowed == "run"
 

@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from rlsys.agents.sandbox import bubblewrap, confinement
-from rlsys.agents.sandbox.python_sandbox import ProgramLimits, run_python
+from rlsys.sandbox import bubblewrap, confinement
+from rlsys.sandbox.python_sandbox import ProgramLimits, run_python
 from tests.processes import requires_bubblewrap
 
 ROOT = Path(__file__).parents[3]
@@ -331,7 +331,7 @@ def test_the_suite_passes_as_another_user_too():
     suite = [ROOT / "tests/unit/agents/test_sandbox.py", __file__]
     options = ["-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"]
     whole = ["-k", "not numpy and not encodable"]  # those need this interpreter's packages, or its version
-    imports = "import pytest, tests.conftest, tests.processes, rlsys.agents.sandbox.python_sandbox"
+    imports = "import pytest, tests.conftest, tests.processes, rlsys.sandbox.python_sandbox"
     with TemporaryDirectory() as home:
         os.chown(home, NOBODY, NOBODY)
         usable = (p for p in (sys.executable, SYSTEM_PYTHON) if as_nobody(home, p, "-c", imports).returncode == 0)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from rlsys.agents.workflow import Session, Workflow
-from rlsys.agents.workflows.segments import Segments
 from rlsys.batch.samples import samples_of
 from rlsys.testing import FakeRun, ScriptedPolicy, played
 from rlsys.types import Episode, Message, Prompt, Task
+from rlsys.workflows.segments import Segments
 
 TASK = Task(id="t", prompt="9 + 4?", answer="13")
 THOUGHT = "aaaabbbbcc</think>"

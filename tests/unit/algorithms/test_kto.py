@@ -25,9 +25,9 @@ from rlsys.types import OK, Distribution, EpisodeMeta, Group, SampleMeta, Trajec
 from tests.groups import episode, group
 from tests.models import random_group, random_prompt, random_sample, save_model, tiny_qwen3
 from tests.training import group_of
+from workers.model.logprobs import Scorer, score
+from workers.model.model_loading import load_model
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import Scorer, score
-from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.step_data import mismatched

@@ -19,7 +19,7 @@ from rlsys.batch.tensors import MicroBatch, StepData, packed
 from rlsys.types import Distribution, Episode, VersionSpan
 from tests.models import episode_of, tiny_qwen3
 from tests.training import PLAIN, data_of, group_of, random_team
-from workers.train.logprobs import trained_logprobs
+from workers.model.logprobs import trained_logprobs
 
 REFERENCE = Signal.REFERENCE_LOGPROBS
 SHORT = Sample((1, 2), (3,), (True,), (-1.0,), (VersionSpan(0, 1),))

@@ -13,7 +13,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from algorithms.grpo import GRPO
 from algorithms.kto import KTO
 from rlsys.agents.workflow import SingleTurn, Workflow
-from rlsys.agents.workflows.offline import Offline
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.config import Config
 from rlsys.config.plugins import ALGORITHMS, KINDS, PluginKind, adapter
@@ -23,6 +22,7 @@ from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.preflight import check_model
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.types import PolicyVersion
+from rlsys.workflows.offline import Offline
 
 MINIMAL = """\
 run: {steps: 10}

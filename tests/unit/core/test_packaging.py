@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from rlsys.config.plugins import KINDS
-from rlsys.doctor import locked, normalised
+from rlsys.launch.doctor import locked, normalised
 
 ROOT = Path(__file__).parents[3]
 LOCK = locked((ROOT / "requirements" / "cpu.lock").read_text())

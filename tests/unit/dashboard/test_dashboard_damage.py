@@ -14,9 +14,9 @@ import pytest
 
 from rlsys.cli import export, replay
 from rlsys.config.changed_keys import changed_keys
-from rlsys.dashboard.html_report import report_of
 from rlsys.dashboard.http_server import Answer
-from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.query.queries import Readings
+from rlsys.dashboard.report.html_report import report_of
 from rlsys.dashboard.tail import tail
 from rlsys.errors import RlsysError
 from tests.damage import damage

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.dashboard.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
-from rlsys.dashboard.folders import all_runs, find_run
 from rlsys.dashboard.http_problems import NoSuch
-from rlsys.dashboard.run_files import CHUNK_BYTES, Tail
+from rlsys.dashboard.index.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
+from rlsys.dashboard.index.folders import all_runs, find_run
+from rlsys.dashboard.index.run_files import CHUNK_BYTES, Tail
 from rlsys.monitoring.events import EvalDone, GroupScored, StepDone, WeightsPublished, WorkerBusy
 from tests.histories import small_run
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rlsys.dashboard.configs import changed_at, read_config
-from rlsys.dashboard.folders import CONFIG, EVENTS, METRICS, RunFolder
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import Answer
-from rlsys.dashboard.queries import MOST_OPENED, Readings
-from rlsys.dashboard.run_preview import Glimpse
+from rlsys.dashboard.index.folders import CONFIG, EVENTS, METRICS, RunFolder
+from rlsys.dashboard.query.configs import changed_at, read_config
+from rlsys.dashboard.query.queries import MOST_OPENED, Readings
+from rlsys.dashboard.query.run_preview import Glimpse
 from tests.histories import History, Shape, small_run
 
 

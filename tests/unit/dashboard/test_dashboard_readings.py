@@ -17,9 +17,9 @@ from statistics import fmean
 import pytest
 
 from rlsys.dashboard.http_problems import BadRequest, NoSuch
-from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.index.series import SeriesColumns
+from rlsys.dashboard.query.queries import Readings
 from rlsys.dashboard.responses import Bottleneck, ClusterAnswer, Lane
-from rlsys.dashboard.series import SeriesColumns
 from rlsys.launch.run_lock import LOCK
 from rlsys.monitoring.events import (
     ACTIVITIES,

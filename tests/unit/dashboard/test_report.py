@@ -13,11 +13,11 @@ import orjson
 import pytest
 
 from rlsys.config.changed_keys import changed_keys
-from rlsys.dashboard.html_report import report_of
 from rlsys.dashboard.http_problems import NoSuch
-from rlsys.dashboard.markup import h, joined, table
-from rlsys.dashboard.plots import plot, short
-from rlsys.dashboard.queries import Readings
+from rlsys.dashboard.query.queries import Readings
+from rlsys.dashboard.report.html_report import report_of
+from rlsys.dashboard.report.markup import h, joined, table
+from rlsys.dashboard.report.plots import plot, short
 from rlsys.dashboard.responses import Series
 from rlsys.monitoring.events import RunEnded, RunStarted, StepDone
 from rlsys.replay.recorded_rollouts import read_rollouts

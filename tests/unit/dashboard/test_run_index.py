@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from rlsys.dashboard.folders import RunFolder
 from rlsys.dashboard.http_problems import BadQuery
-from rlsys.dashboard.index_followers import IndexFollowers
-from rlsys.dashboard.index_schema import INDEXED
-from rlsys.dashboard.queries import Readings
-from rlsys.dashboard.query_command import lines_of, query
+from rlsys.dashboard.index.folders import RunFolder
+from rlsys.dashboard.index.index_followers import IndexFollowers
+from rlsys.dashboard.index.index_schema import INDEXED
+from rlsys.dashboard.index.run_index import IndexProblem, RunIndex
+from rlsys.dashboard.index.sql_query import TableQuery
+from rlsys.dashboard.query.queries import Readings
+from rlsys.dashboard.query.query_command import lines_of, query
+from rlsys.dashboard.query.table_queries import Tables
 from rlsys.dashboard.responses import TableAnswer
-from rlsys.dashboard.run_index import IndexProblem, RunIndex
-from rlsys.dashboard.sql_query import TableQuery
-from rlsys.dashboard.table_queries import Tables
 from rlsys.monitoring.events import GroupScored, RunStarted, StepDone
 from rlsys.util.native_output import native_output_in
 from tests.histories import BEGIN_S, History, Shape, small_run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlsys.dashboard.http_problems import BadQuery
-from rlsys.dashboard.sql_query import QueryColumn, QueryPage, QueryTable, TableQuery, page_of, run_sql
+from rlsys.dashboard.index.sql_query import QueryColumn, QueryPage, QueryTable, TableQuery, page_of, run_sql
 
 ROWS = [
     ["ann", 1, 0.5, "short", 1],

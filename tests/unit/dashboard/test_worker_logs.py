@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 import pytest
 
-from rlsys.dashboard.folders import RunFolder
-from rlsys.dashboard.machine_use import MachineUse
-from rlsys.dashboard.queries import Readings
-from rlsys.dashboard.run_index import RunIndex
-from rlsys.dashboard.sql_query import TableQuery
+from rlsys.dashboard.index.folders import RunFolder
+from rlsys.dashboard.index.machine_use import MachineUse
+from rlsys.dashboard.index.run_index import RunIndex
+from rlsys.dashboard.index.sql_query import TableQuery
+from rlsys.dashboard.query.queries import Readings
 from rlsys.monitoring.machine_samples import MachineSample, described_end, last_lines
 from tests.histories import BEGIN_S, History, Shape
 

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from rlsys.config import Config
-from rlsys.doctor import locked
+from rlsys.launch.doctor import locked
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlsys
-from rlsys.doctor import (
+from rlsys.launch.doctor import (
     CHECKS,
     GIB,
     Facts,

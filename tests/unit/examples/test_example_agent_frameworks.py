@@ -8,10 +8,10 @@ import pytest
 
 from examples.agent_frameworks.prepare import CODE, END, TEMPLATE, written
 from examples.tiny_policy import build_tokenizer
-from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.config import Config
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY, Task
+from rlsys.workflows.openai_agent import OpenAIAgent
 from workers.text.tokenizer import TextTokenizer
 
 TASK = Task(id="sort", prompt="312>", answer="123")

@@ -24,11 +24,11 @@ from examples.segments import prepare as sorting
 from examples.segments import study as segments_study
 from examples.study import Result, Trial, append, finished
 from examples.tiny_policy import CHARACTERS, WarmStart, batch_of, build_tokenizer
-from rlsys.agents.workflows.segments import Segments
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config
 from rlsys.testing import played
 from rlsys.types import Task, Trajectory
+from rlsys.workflows.segments import Segments
 
 TABLE = Task(id="t", prompt="kbqaxe", answer="k47 b12 q80 a05 x31 e77")
 

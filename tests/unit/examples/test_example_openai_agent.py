@@ -6,11 +6,11 @@ import asyncio
 
 from examples.openai_agent.prepare import TEMPLATE
 from examples.tiny_policy import EOS, build_tokenizer
-from rlsys.agents.workflows.openai_agent import OpenAIAgent
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import POLICY, Message, Task
+from rlsys.workflows.openai_agent import OpenAIAgent
 from workers.text.tokenizer import TextTokenizer
 
 TASK = Task(id="sort", prompt="312>", answer="123")

@@ -14,8 +14,8 @@ from rlsys.contracts import GroupScores
 from rlsys.errors import WorkerDied
 from rlsys.loop.group_queue import Permit
 from rlsys.loop.multi_policy import Joint
-from rlsys.simulate.virtual_clock import run_virtual
 from rlsys.testing import tasks
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import Assignment, Busy, Group, GroupKey, ReplicaLoad, Score, Task
 from tests.groups import group as group_of
 from tests.groups import hand_in, queue_of, rolled_out

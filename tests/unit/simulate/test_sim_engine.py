@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.simulate.sim_engine import SimEngine, SimRequest
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import PolicyVersion
 from tests.simulate.profiles import small
 

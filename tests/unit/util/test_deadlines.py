@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlsys.errors import DeadlineExceeded
-from rlsys.simulate.virtual_clock import VirtualLoop
 from rlsys.testing import run_virtual
+from rlsys.testing.virtual_clock import VirtualLoop
 from rlsys.util import deadlines
 from rlsys.weight_sync.sync import with_deadline
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.weight_sync.links import Link as Speed
 from rlsys.weight_sync.links import chain_s, parents, tree_s
 from rlsys.weight_sync.relay import (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlsys.weight_sync.manifest import content_hash
 from tests.contract.engines import qwen
-from workers.engines.local import Residents
+from workers.engines.local.local_engine import Residents
 from workers.transport.checksums import hash_of, spec_of
 
 IDS = torch.tensor([[1, 2, 3]])

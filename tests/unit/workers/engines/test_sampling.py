@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.types import Distribution
-from workers.engines.decoder import SamplingOfRows, as_int64, draw, uniform
-from workers.train.truncation import distribution_logits
+from workers.engines.local.decoder import SamplingOfRows, as_int64, draw, uniform
+from workers.model.token_distribution import distribution_logits
 
 torch.set_num_threads(1)
 

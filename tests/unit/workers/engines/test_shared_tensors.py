@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlsys.errors import WorkerError
-from workers.engines.shared_tensors import MappedMemory, TensorMemory, reserve
+from workers.engines.vllm.shared_tensors import MappedMemory, TensorMemory, reserve
 
 
 def test_another_process_reads_what_was_written_last() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.routing.requests import Completion, Request
-from rlsys.simulate.virtual_clock import VirtualLoop, run_virtual
+from rlsys.testing.virtual_clock import VirtualLoop, run_virtual
 from rlsys.types import EngineStats, Sampling
 from rlsys.util import deadlines
 from rlsys.weight_sync.manifest import TensorSpec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
-from workers.engines.vllm_layout import PartSum, Placement, View, covers, part_sums, rectangle_of, summed
+from workers.engines.vllm.vllm_layout import PartSum, Placement, View, covers, part_sums, rectangle_of, summed
 from workers.transport.checksums import checksum_of, spec_of
 
 SPEC = TensorSpec("w", "float32", (6, 4))

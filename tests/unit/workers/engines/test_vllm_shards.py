@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlsys.errors import DeadlineExceeded, WorkerDied
-from workers.engines.vllm_shards import ShardProcesses, answer_in_a_thread
+from workers.engines.vllm.vllm_shards import ShardProcesses, answer_in_a_thread
 
 Work = Callable[[int], object]
 

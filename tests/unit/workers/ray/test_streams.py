@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rlsys.errors import DeadlineExceeded, WorkerError
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.virtual_clock import run_virtual
 from workers.ray.call_stream import GATHER_S, CallStream, answer_in_chunks
 from workers.ray.remote_proxy import call
 

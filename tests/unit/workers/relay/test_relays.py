@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.contracts import Arrival
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import Ref
 from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.relay import Announcement, Relay

@@ -28,9 +28,9 @@ from rlsys.replay.rollout_log import GroupRecord, write_groups
 from rlsys.types import Distribution, Episode
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of
+from workers.model.logprobs import score
+from workers.model.model_loading import load_model
 from workers.train.fsdp import FsdpBackend
-from workers.train.logprobs import score
-from workers.train.model_loading import load_model
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.value_model import CriticBackend

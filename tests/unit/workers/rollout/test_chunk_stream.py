@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.errors import RlsysError, WorkerDied, WorkerError
 from rlsys.routing.requests import Chunk, Completion, Request, WeightsWanted
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import Sampling, VersionSpan
 from tests.replicas import own_tokens, remote_of, replica_of
 from tests.scripted_engine import ScriptedEngine

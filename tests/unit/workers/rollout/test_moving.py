@@ -18,7 +18,7 @@ from tests.models import tiny_sorter
 from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scripted, sessions_of, until
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import EngineSpec
-from workers.engines.local import LocalEngine
+from workers.engines.local.local_engine import LocalEngine
 from workers.rollout.replica import EngineReplica
 from workers.rollout.session_worker import SessionWorker
 

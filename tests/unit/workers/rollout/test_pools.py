@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rlsys.errors import DeadlineExceeded, ModelError, RlsysError, RunAborted, WorkerDied, WorkerError
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import Assignment, Busy, EngineStats, Group, GroupKey, ReplicaLoad, RolloutReport, Task
 from tests.groups import group as group_of
 from tests.groups import rolled_out

@@ -12,7 +12,7 @@ import pytest
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import GroupExpired, RlsysError, TaskTooLong, WeightsMismatch, WorkerDied, WorkflowError
 from rlsys.routing.requests import Request
-from rlsys.simulate.virtual_clock import run_virtual
+from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import Acknowledged, Episode, Sampling, VersionSpan
 from tests.groups import report_of
 from tests.models import tiny_sorter
@@ -33,7 +33,7 @@ from tests.replicas import (
 from tests.scripted_engine import ScriptedEngine
 from tests.scripted_replica import ScriptedReplica
 from workers.engines.engine import EngineSpec
-from workers.engines.local import LocalEngine
+from workers.engines.local.local_engine import LocalEngine
 from workers.rollout.replica import EngineReplica
 from workers.rollout.replica_worker import ReplicaWorker
 from workers.rollout.session_worker import SessionWorker

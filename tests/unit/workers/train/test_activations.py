@@ -16,8 +16,8 @@ from rlsys.batch.tensors import MicroBatch
 from rlsys.config.schema import ActivationCheckpointing
 from rlsys.types import Distribution, VersionSpan
 from tests.models import VOCAB, random_prompt, random_sample, tiny_llama, tiny_qwen3
-from workers.train.activations import checkpoint_layers
-from workers.train.logprobs import trained_logprobs
+from workers.model.decoder_layers import checkpoint_layers
+from workers.model.logprobs import trained_logprobs
 
 CHECKPOINTED: tuple[ActivationCheckpointing, ...] = ("selective", "full")
 

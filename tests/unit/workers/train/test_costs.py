@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.families import SIZES, tiny
-from workers.train.costs import pair_cost
+from workers.model.decoder_layers import pair_cost
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "phi3", "gemma3"])

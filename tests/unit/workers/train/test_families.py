@@ -12,7 +12,7 @@ from rlsys.types import Distribution
 from tests.families import FAMILIES, WINDOW, tiny
 from tests.models import VOCAB, random_prompt, random_sample
 from tests.unit.workers.train.test_scoring import gradients, plain
-from workers.train.logprobs import trained_logprobs
+from workers.model.logprobs import trained_logprobs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,9 +16,9 @@ from rlsys.batch.tensors import MicroBatch
 from rlsys.config.memory_plan import rank_memory
 from rlsys.errors import ModelError
 from rlsys.types import Distribution, VersionSpan
-from workers.train.activations import checkpoint_layers
-from workers.train.logprobs import trained_logprobs
-from workers.train.memory_counts import CountedModel, stabilizer_bytes
+from workers.model.decoder_layers import checkpoint_layers
+from workers.model.logprobs import trained_logprobs
+from workers.model.memory_counts import CountedModel, stabilizer_bytes
 
 PUBLISHED = Path(__file__).parents[4] / "docs" / "plan"
 SMALL: dict[str, Any] = {

@@ -15,8 +15,8 @@ from rlsys.cli import app
 from rlsys.errors import ModelError
 from tests.families import EXPERTS, FAMILIES, SIZES, tiny
 from tests.models import save_model
-from workers.train.model_loading import load_base_model, load_model, supported
-from workers.train.model_support import check_context, check_supported
+from workers.model.model_loading import load_base_model, load_model, supported
+from workers.model.model_support import check_context, check_supported
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 NEXT: dict[str, Any] = {

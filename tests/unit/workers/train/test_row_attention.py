@@ -14,8 +14,8 @@ from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.types import VersionSpan
 from tests.trees import trees
-from workers.train.attention_kernels import MAX_SCORES, attend, attend_backward
-from workers.train.row_attention import AttentionRow, block_pairs, row_attention
+from workers.model.attention_kernels import MAX_SCORES, attend, attend_backward
+from workers.model.row_attention import AttentionRow, block_pairs, row_attention
 
 
 def masked(

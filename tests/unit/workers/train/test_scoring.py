@@ -16,8 +16,8 @@ from rlsys.errors import ModelError
 from rlsys.types import Distribution, VersionSpan
 from tests.models import VOCAB, random_prompt, random_sample, tiny_llama, tiny_qwen3
 from tests.training import differing
-from workers.train.logprobs import score, trained_logprobs
-from workers.train.row_attention import AttentionRow, row_attention
+from workers.model.logprobs import score, trained_logprobs
+from workers.model.row_attention import AttentionRow, row_attention
 
 MODELS = pytest.mark.parametrize("make", [tiny_qwen3, tiny_llama])
 

@@ -1,0 +1,1 @@
+"""The index of a run: what its files say, as tables that SQL reads."""

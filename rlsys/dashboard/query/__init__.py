@@ -1,0 +1,1 @@
+"""Answers of the dashboard: what a page or a command shows of a run."""

@@ -1,0 +1,121 @@
+"""HTTP server of a policy that is not being trained: OpenAI's API, for any client, nothing recorded.
+
+Unlike at a `Gateway`, the client decides how tokens are drawn: `temperature`, `top_p`, `seed`. Each request is a
+conversation of its own, so no response can be continued by its id.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, TypeAlias
+
+import orjson
+from aiohttp import web
+from pydantic import Field
+
+from rlsys.agents.agent import AgentStopped, Policy
+from rlsys.agents.session import Session
+from rlsys.errors import DataError, TaskTooLong
+from rlsys.gateway.answering import Replies, in_openai_form, model_object, sent, sent_as_events
+from rlsys.gateway.answers import AnswerForm, Refused
+from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, Lenient, read_request
+from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
+from rlsys.gateway.conversations import Conversations, TellChoice
+from rlsys.gateway.gateway_server import DEFAULT_LIMITS, MAX_BODY
+from rlsys.gateway.model_responses import ResponsesAnswer, ResponsesRequest
+from rlsys.types import POLICY, Task
+
+
+class Drawing(Lenient):
+    """How the tokens of a reply are drawn."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: int | None = None
+
+
+class _Chat(ChatRequest, Drawing): ...
+
+
+class _Completion(CompletionRequest, Drawing): ...
+
+
+class _Responses(ResponsesRequest, Drawing):
+    previous_response_id: None = None
+
+
+OpensPolicy: TypeAlias = Callable[[Drawing], Policy]
+"""Returns the policy for one request, with the sampling that it asks for."""
+
+
+class PolicyServer:
+    """Server of one policy under one model name. Every request needs the token."""
+
+    def __init__(self, opens: OpensPolicy, model: str, token: str) -> None:
+        self._opens, self._model, self._token = opens, model, token
+        self._numbers = itertools.count()
+        self.app = web.Application(client_max_size=MAX_BODY, middlewares=[in_openai_form])
+        self.app.router.add_post("/v1/chat/completions", self._chat)
+        self.app.router.add_post("/v1/completions", self._complete)
+        self.app.router.add_post("/v1/responses", self._respond)
+        self.app.router.add_get("/v1/models", self._models)
+
+    async def reply(
+        self, drawing: Drawing, asked: ChatRequest | CompletionRequest, number: int, tell: TellChoice | None = None
+    ) -> Replies:
+        """Sample the replies to a request. Raises `Refused`."""
+        seed = number if drawing.seed is None else drawing.seed
+        session = Session(Task(id=f"request-{number}", prompt=""), {POLICY: self._opens(drawing)}, seed)
+        try:
+            return await Conversations(session).reply(asked, tell)
+        except (TaskTooLong, AgentStopped) as error:
+            raise Refused(400, str(error), code="context_length_exceeded", param="messages") from None
+        except DataError as error:
+            raise Refused(400, str(error), code="messages_refused", param="messages") from None
+        finally:
+            await session.close()
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await self._body(request), _Chat)
+        number = next(self._numbers)
+        return await self._answered(request, ChatAnswer(number, asked), asked, asked, number)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await self._body(request), _Completion)
+        number = next(self._numbers)
+        return await self._answered(request, CompletionAnswer(number, asked), asked, asked, number)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(await self._body(request), _Responses)
+        chat, number = asked.chat(()), next(self._numbers)
+        return await self._answered(request, ResponsesAnswer(number, asked, chat), asked, chat, number)
+
+    async def _answered(
+        self,
+        request: web.Request,
+        answer: AnswerForm,
+        drawing: Drawing,
+        asked: ChatRequest | CompletionRequest,
+        number: int,
+    ) -> web.StreamResponse:
+        sample = partial(self.reply, drawing, asked, number)
+        if asked.stream:
+            return await sent_as_events(request, answer, sample, DEFAULT_LIMITS.answer_s)
+        return sent(answer.whole(await sample(None)))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._check_token(request)
+        return sent(orjson.dumps({"object": "list", "data": [model_object(self._model, int(time.time()))]}))
+
+    async def _body(self, request: web.Request) -> bytes:
+        self._check_token(request)
+        return await request.read()
+
+    def _check_token(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            raise Refused(401, "the token is not that of this server", code="invalid_api_key")

@@ -1,0 +1,1 @@
+"""vLLM as an engine, in its process or behind its server, and how its weights change."""
