@@ -11,18 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from rlsys.agents.session_record import SessionRecord, appended, messages_of
 from rlsys.agents.tool_calls import Call, ToolCall, after_thinking, described, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
 from rlsys.batch.samples import without_repeats
 from rlsys.errors import TaskTooLong, ToolError
 from rlsys.types import NO_OPTIONS, OK, TRUNCATED, ChatOptions, Message, Prompt, Trajectory, Turn, failed
 from rlsys.util.seeds import request_seed
-
-if TYPE_CHECKING:
-    from rlsys.agents.session import Session
-
 
 Tell: TypeAlias = Callable[[str], None]
 """Takes the text of a reply so far, while it is sampled. Every text begins with the one before."""
@@ -155,7 +152,10 @@ class Agent:
     path: tuple[int, ...]
     """Position in the tree of agents: the parent's path, then the agent's number among its siblings; () for the root.
     Seeds and the order of an episode's agents depend only on the path, so they do not depend on timing."""
-    _session: Session
+    _session: SessionRecord
+    _policy: Policy
+    _add: Callable[[str, Agent, str, Context], Agent]
+    """Creates an agent of the session, from its name, parent, policy's name and context."""
     context: Context = Context()
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
@@ -292,7 +292,7 @@ class Agent:
 
         That context is the fork's prompt, token for token. Engines have it cached, and only this agent trains on it.
         """
-        return self._session.add(name or self.name, self, self.policy_name, at or self.context)
+        return self._add(name or self.name, self, self.policy_name, at or self.context)
 
     def rewrite(self, prompt: Prompt) -> None:
         """Replace the whole context, system message included. The next turn starts a new sample with its own tools.
@@ -325,10 +325,6 @@ class Agent:
         return without_repeats(trajectory) if any(turn.routing for turn in self.turns) else trajectory
 
     # ------------------------------------------------------------------------------------------------------ inside
-
-    @property
-    def _policy(self) -> Policy:
-        return self._session.policies[self.policy_name]
 
     def _check_silent(self) -> None:
         if self.request:
@@ -383,6 +379,7 @@ class Agent:
             self.request = None
             ended.set_result(None)
         self.turns.append(turn)
+        self._session.has_replies = True
         self._session.note(self, "assistant", turn.text)
         reply = Message(role="assistant", content=asked.begun + turn.text)
         said = (*asked.said, reply) if asked.said else ()
@@ -457,19 +454,6 @@ class Agent:
     def _stopped(self, error: AgentStopped) -> AgentStopped:
         self.is_cut = True
         return error
-
-
-def messages_of(prompt: Prompt, role: str = "user") -> tuple[Message, ...]:
-    """Convert a prompt to messages; text becomes a message of this role."""
-    return (Message(role=role, content=prompt),) if isinstance(prompt, str) else prompt
-
-
-def appended(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
-    """Append a paragraph to the last message, since many chat templates refuse two messages of one role in a row."""
-    *before, last = messages
-    last = last.copy()
-    last["content"] = f"{last['content']}\n\n{text}"
-    return (*before, last)
 
 
 def _told(call: Call, result: ToolResult) -> Message:

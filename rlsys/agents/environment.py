@@ -19,7 +19,7 @@ from importlib import import_module
 from inspect import signature
 from types import ModuleType
 
-from rlsys.agents.agent import appended, messages_of
+from rlsys.agents.session_record import appended, messages_of
 from rlsys.agents.tools import NO_TOOLS, Toolbox
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task

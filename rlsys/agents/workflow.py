@@ -23,7 +23,8 @@ from typing import ClassVar, Literal
 
 from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
-from rlsys.agents.session import Budget, Session
+from rlsys.agents.session import Session
+from rlsys.agents.session_record import Budget
 from rlsys.errors import DataError, RlsysError, ToolError, WorkflowError, first_of
 from rlsys.types import POLICY, Answers, Distribution, Episode, Task, Trajectory, failed
 
@@ -89,7 +90,15 @@ class Workflow(Budget):
         token_limit: int | None = None,
     ) -> Session:
         """Create a session for one episode, with this workflow's budget, and at most `token_limit` tokens."""
-        return Session(task, policies, seed, episode_index, bindings, budget=self, token_limit=token_limit)
+        return Session(
+            task,
+            policies,
+            seed=seed,
+            episode_index=episode_index,
+            bindings=bindings,
+            budget=self,
+            token_limit=token_limit,
+        )
 
     async def play(self, session: Session) -> Episode:
         """Run the workflow in a session, and return its episode. Requests still in progress at the end are cancelled.

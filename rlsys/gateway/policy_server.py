@@ -69,7 +69,7 @@ class PolicyServer:
     ) -> Replies:
         """Sample the replies to a request. Raises `Refused`."""
         seed = number if drawing.seed is None else drawing.seed
-        session = Session(Task(id=f"request-{number}", prompt=""), {POLICY: self._opens(drawing)}, seed)
+        session = Session(Task(id=f"request-{number}", prompt=""), {POLICY: self._opens(drawing)}, seed=seed)
         try:
             return await Conversations(session).reply(asked, tell)
         except (TaskTooLong, AgentStopped) as error:

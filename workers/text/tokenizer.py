@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from rlsys.agents.agent import messages_of
+from rlsys.agents.session_record import messages_of
 from rlsys.agents.tool_calls import OPEN, described, written_out
 from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
 from rlsys.errors import DataError, ModelError

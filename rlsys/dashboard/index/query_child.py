@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isinf, sqrt
+from pathlib import Path
 from typing import Any
 
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE}
@@ -47,7 +48,8 @@ def main() -> None:
 def answered(request: dict[str, Any]) -> dict[str, Any]:
     """Set up, then run the query as somebody who may only read."""
     path = request["database"]
-    connection = sqlite3.connect(f"file:{path}?mode=ro" if path else ":memory:", uri=bool(path), isolation_level=None)
+    place = f"{Path(path).as_uri()}?mode=ro" if path else ":memory:"
+    connection = sqlite3.connect(place, uri=bool(path), isolation_level=None)
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.create_function("regexp", 2, regexp, deterministic=True)
     connection.create_aggregate("stddev", 1, Deviation)  # pyrefly: ignore[bad-argument-type]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.agents.agent import Tell
 from rlsys.agents.environment import Environment, Step
-from rlsys.agents.session import Budget, Said, shown_line
+from rlsys.agents.session_record import Budget, Said, shown_line
 from rlsys.agents.tool_calls import ToolCall, read_calls
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session, SingleTurn, Workflow
@@ -29,7 +29,7 @@ Plays = Callable[[Session], Coroutine[None, None, None]]
 
 
 def played(play: Plays, policy: ScriptedPolicy | None = None, *, episode: int = 0, seed: int = 1) -> Episode:
-    session = Session(TASK, {"policy": policy or ScriptedPolicy()}, seed, episode)
+    session = Session(TASK, {"policy": policy or ScriptedPolicy()}, seed=seed, episode_index=episode)
     asyncio.run(play(session))
     return session.episode()
 
@@ -106,7 +106,7 @@ def test_a_reply_continues_a_prompt_that_ends_with_the_assistant():
 def test_a_single_turn_offers_the_tools_of_the_row():
     tool: dict[str, Json] = {"type": "function", "function": {"name": "add", "parameters": {}}}
     policy = ScriptedPolicy(has_chat_template=True)
-    session = Session(Task(id="t", prompt="2+3?", tools=(tool,)), {"policy": policy}, 1, 0)
+    session = Session(Task(id="t", prompt="2+3?", tools=(tool,)), {"policy": policy}, seed=1)
     asyncio.run(SingleTurn().run(session))
     assert policy.asked[0][0].startswith("<tools>") and '"add"' in policy.asked[0][0]
 
@@ -346,7 +346,7 @@ def test_a_failed_subagent_does_not_fail_its_lead():
 def test_an_agent_uses_its_bound_policy_or_its_namesake():
     async def ask(bindings: dict[str, str], *names: str) -> list[str]:
         policies = {name: ScriptedPolicy(lambda prompt, name=name: name) for name in ("big", "small")}
-        session = Session(TASK, policies, 1, 0, bindings)
+        session = Session(TASK, policies, seed=1, bindings=bindings)
         said = [await session.agent(name).chat("who?") for name in names]
         assert [t.policy for t in session.episode().trajectories] == said
         return said
@@ -484,7 +484,7 @@ def test_a_rewritten_context_offers_its_tools_in_the_first_message():
 def test_calls_beyond_the_limit_per_turn_are_refused():
     tools = Counter()
     session = Session(
-        TASK, {"policy": scripted_calls(called(*["count"] * 10), "done")}, 1, 0, {}, Budget(max_calls_per_turn=3)
+        TASK, {"policy": scripted_calls(called(*["count"] * 10), "done")}, seed=1, budget=Budget(max_calls_per_turn=3)
     )
     asyncio.run(session.agent("policy", system="").use("go", Toolbox(tools.count)))
     told = "".join(map(chr, session.agents[0].turns[1].prompt_ids)).split("</tool_call>")[-1]
@@ -506,7 +506,7 @@ def test_the_tool_call_budget_spans_the_whole_episode():
 
     async def main() -> Session:
         session = Session(
-            TASK, {"policy": scripted_calls(called("count", "count"))}, 1, 0, {}, Budget(max_tool_calls=3)
+            TASK, {"policy": scripted_calls(called("count", "count"))}, seed=1, budget=Budget(max_tool_calls=3)
         )
         with pytest.raises(BudgetSpent, match=r"more than the 3 tool calls of the episode \(max_tool_calls\)"):
             await session.agent("policy", system="").use("go", Toolbox(tools.count))
@@ -671,7 +671,7 @@ class Seeded(Environment):
 def paced(play: Plays, budget: Budget, **delays: int) -> Session:
     """`play` with these delays, and ten tokens a reply."""
     policy = Paced(lambda prompt: "ten tokens", delays=delays)
-    session = Session(TASK, {"policy": policy}, 1, 0, {}, budget)
+    session = Session(TASK, {"policy": policy}, seed=1, budget=budget)
     asyncio.run(play(session))
     return session
 
@@ -737,7 +737,10 @@ def test_the_budget_covers_asyncio_tasks_started_by_a_workflow():
         await asyncio.gather(*(agent.chat("a") for agent in agents), return_exceptions=True)
 
     session = Session(
-        TASK, {"policy": Paced(lambda prompt: "x" * 40, max_new_tokens=30)}, 1, 0, {}, Budget(max_episode_tokens=100)
+        TASK,
+        {"policy": Paced(lambda prompt: "x" * 40, max_new_tokens=30)},
+        seed=1,
+        budget=Budget(max_episode_tokens=100),
     )
     asyncio.run(play(session))
     assert [len(agent.turns[0].output_ids) for agent in session.agents if agent.turns] == [30, 30, 30, 10]
@@ -746,8 +749,8 @@ def test_the_budget_covers_asyncio_tasks_started_by_a_workflow():
 @pytest.mark.parametrize(("of_task", "of_run", "key"), [(50, 100, "length_cap"), (100, 50, "max_episode_tokens")])
 def test_the_smaller_limit_of_task_and_workflow_counts(of_task, of_run, key):
     session = Session(
-        TASK, {"policy": ScriptedPolicy(lambda prompt: "x" * 40)}, 1, 0, {},
-        Budget(max_episode_tokens=of_run), token_limit=of_task,
+        TASK, {"policy": ScriptedPolicy(lambda prompt: "x" * 40)}, seed=1,
+        budget=Budget(max_episode_tokens=of_run), token_limit=of_task,
     )  # fmt: skip
 
     async def play() -> None:
@@ -768,7 +771,7 @@ def test_an_agent_beside_a_gather_stays_unlimited():
         await beside.chat("a")
         await gathered
 
-    session = Session(TASK, {"policy": Paced(lambda prompt: "x", max_new_tokens=30)}, 1)
+    session = Session(TASK, {"policy": Paced(lambda prompt: "x", max_new_tokens=30)}, seed=1)
     asyncio.run(play(session))
     assert [len(agent.turns) for agent in session.agents] == [1, 1, 1]
 
@@ -783,7 +786,7 @@ def test_concurrent_tool_calls_spend_the_budget_at_any_speed():
 
     def num_turns(**delays: int) -> list[int]:
         policy = Paced(lambda prompt: called("count"), delays=delays)
-        session = Session(TASK, {"policy": policy}, 1, 0, {}, Budget(max_tool_calls=5))
+        session = Session(TASK, {"policy": policy}, seed=1, budget=Budget(max_tool_calls=5))
         asyncio.run(play(session))
         return [len(agent.turns) for agent in session.agents]
 
@@ -803,7 +806,7 @@ def test_two_delegating_calls_of_one_reply_share_the_budget():
 
     said = called("delegate", "delegate")
     session = Session(
-        TASK, {"policy": ScriptedPolicy(lambda prompt: said)}, 1, 0, {}, Budget(max_episode_tokens=len(said) + 20)
+        TASK, {"policy": ScriptedPolicy(lambda prompt: said)}, seed=1, budget=Budget(max_episode_tokens=len(said) + 20)
     )
     asyncio.run(play(session))
     assert [len(agent.turns[0].output_ids) for agent in session.agents[1:]] == [10, 10]
@@ -823,7 +826,7 @@ class Played(Workflow):
 
 
 def settled(play: Plays, policy: ScriptedPolicy | None = None) -> Episode:
-    session = Session(TASK, {"policy": policy or ScriptedPolicy()}, 1, budget=Budget(max_turns=1))
+    session = Session(TASK, {"policy": policy or ScriptedPolicy()}, seed=1, budget=Budget(max_turns=1))
     return asyncio.run(Played(function=play).play(session))
 
 
@@ -888,7 +891,7 @@ def test_agents_still_running_at_the_end_are_cancelled():
         await asyncio.gather(goes_on(helper), speaks_twice(lead))
 
     async def main() -> Episode:
-        session = Session(TASK, {"policy": policy}, 1, budget=Budget(max_turns=1))
+        session = Session(TASK, {"policy": policy}, seed=1, budget=Budget(max_turns=1))
         episode = await Played(function=play).play(session)
         assert (policy.num_running, policy.num_cancelled) == (0, 1)
         await asyncio.sleep(0)
