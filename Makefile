@@ -41,7 +41,7 @@ all-else:
 lint:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/biome lint --error-on-warnings
+	$(VENV)/bin/biome check --assist-enabled=false --error-on-warnings
 
 types:
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY) --min-severity error --summary=none

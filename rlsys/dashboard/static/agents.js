@@ -11,7 +11,10 @@ export function agentTree(trajectories, chosen, choose) {
     const items = [...event.currentTarget.children];
     const place = items.indexOf(document.activeElement);
     if (place < 0) return;
-    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); return choose(order[place].index); }
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      return choose(order[place].index);
+    }
     const to = treeMove(order, place, event.key);
     if (to === place) return;
     event.preventDefault();
@@ -49,13 +52,17 @@ export function treeOrder(trajectories) {
     return Number.isInteger(parent) && parent >= 0 && parent < index ? parent : null;
   });
   const children = trajectories.map(() => []);
-  parents.forEach((parent, index) => { if (parent !== null) children[parent].push(index); });
+  parents.forEach((parent, index) => {
+    if (parent !== null) children[parent].push(index);
+  });
   const order = [];
   const visit = (index, depth) => {
     order.push({ index, depth, parent: parents[index], numChildren: children[index].length });
     for (const child of children[index]) visit(child, depth + 1);
   };
-  parents.forEach((parent, index) => { if (parent === null) visit(index, 0); });
+  parents.forEach((parent, index) => {
+    if (parent === null) visit(index, 0);
+  });
   return order;
 }
 
@@ -63,8 +70,12 @@ export function treeOrder(trajectories) {
 export function treeMove(order, place, key) {
   const { parent, numChildren } = order[place];
   const moves = {
-    ArrowDown: Math.min(place + 1, order.length - 1), ArrowUp: Math.max(place - 1, 0), Home: 0, End: order.length - 1,
-    ArrowLeft: parent === null ? place : order.findIndex(({ index }) => index === parent), ArrowRight: numChildren ? place + 1 : place,
+    ArrowDown: Math.min(place + 1, order.length - 1),
+    ArrowUp: Math.max(place - 1, 0),
+    Home: 0,
+    End: order.length - 1,
+    ArrowLeft: parent === null ? place : order.findIndex(({ index }) => index === parent),
+    ArrowRight: numChildren ? place + 1 : place,
   };
   return moves[key] ?? place;
 }

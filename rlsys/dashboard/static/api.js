@@ -1,7 +1,9 @@
 /** Asks the server: `rlsys/dashboard/responses.py` says what for, and what comes back. */
 
 /** The error of a server that did not answer as it should. `address` is what was asked for, `status` 0 if nobody answered. */
-function refusal(address, status, message) { return Object.assign(new Error(message), { address, status }); }
+function refusal(address, status, message) {
+  return Object.assign(new Error(message), { address, status });
+}
 
 /**
  * The answer of `/api/<name>`. `params`: name -> value, or a list of them; null and undefined are left out. Throws a `refusal`, and AbortError once
@@ -23,11 +25,17 @@ export async function get(name, params, signal) {
 async function explain(response) {
   const isJson = (response.headers.get("content-type") ?? "").includes("json");
   const said = isJson ? (await response.json()).error : null;
-  if (response.status === 401) return said ?? "open the address with its token, as `rlsys dashboard` printed it";
+  if (response.status === 401)
+    return said ?? "open the address with its token, as `rlsys dashboard` printed it";
   return said ?? `the server answered ${response.status} ${response.statusText}`;
 }
 
-function isGone(run) { return get("run", { run }).then(() => false, ({ status }) => status === 404); }
+function isGone(run) {
+  return get("run", { run }).then(
+    () => false,
+    ({ status }) => status === 404,
+  );
+}
 
 function queryOf(params) {
   const query = new URLSearchParams();

@@ -20,7 +20,14 @@ import { link, parse } from "./router.js";
 import { banners, header, helpDialog } from "./shell.js";
 
 /** View -> the one that Escape goes up to, if that is not the overview. */
-const PARENTS = { compare: "runs", components: "runs", overview: "runs", group: "groups", episode: "group", task: "tasks" };
+const PARENTS = {
+  compare: "runs",
+  components: "runs",
+  overview: "runs",
+  group: "groups",
+  episode: "group",
+  task: "tasks",
+};
 
 const shell = document.getElementById("shell");
 const main = document.getElementById("main");
@@ -45,13 +52,20 @@ async function show() {
     numMissed: 0,
   };
   shown = now;
-  now.stop = stream(place.run, () => changed(now), (state) => drawShell(Object.assign(now, { connection: state })));
+  now.stop = stream(
+    place.run,
+    () => changed(now),
+    (state) => drawShell(Object.assign(now, { connection: state })),
+  );
   await render(now, before ? (isSame ? "same" : "new") : "first");
 }
 
 /** `arrival`: `first` view of the page, a `new` one, or the `same` in another state. */
 async function render(now, arrival) {
-  const { place, abort: { signal } } = now;
+  const {
+    place,
+    abort: { signal },
+  } = now;
   let root = emptyRoot(place.view);
   Object.assign(now, { error: null, isBusy: true });
   main.setAttribute("aria-busy", "true");
@@ -65,7 +79,10 @@ async function render(now, arrival) {
     if (now !== shown) return;
     now.error = error;
     root = emptyRoot(place.view); // of what was drawn of it nothing is left
-    update(root, failure(now.title, readable(error, place), () => render(now, "same")));
+    update(
+      root,
+      failure(now.title, readable(error, place), () => render(now, "same")),
+    );
   }
   if (now !== shown) return;
   drawShell(now);
@@ -92,7 +109,10 @@ async function viewOf(now) {
 
 /** Put the view in, with the focus where a person would look for it. */
 function putIn(root, arrival) {
-  const focused = arrival === "same" && main.contains(document.activeElement) ? document.activeElement.dataset.testid : null;
+  const focused =
+    arrival === "same" && main.contains(document.activeElement)
+      ? document.activeElement.dataset.testid
+      : null;
   const before = main.firstElementChild;
   main.replaceChildren(root);
   if (before) update(before); // its charts end
@@ -102,7 +122,9 @@ function putIn(root, arrival) {
   if (arrival === "new") window.scrollTo(0, 0);
   if (arrival !== "same") root.querySelector("[data-arrive]")?.scrollIntoView({ block: "center" });
   if (arrival === "first") return; // the first Tab leads to the skip link
-  const target = focused && [...root.querySelectorAll("[data-testid]")].find((node) => node.dataset.testid === focused);
+  const target =
+    focused &&
+    [...root.querySelectorAll("[data-testid]")].find((node) => node.dataset.testid === focused);
   (target ?? main).focus({ preventScroll: true });
 }
 
@@ -112,7 +134,8 @@ function showTab() {
   if (!tab) return;
   const row = tab.parentElement;
   const [seen, all] = [tab.getBoundingClientRect(), row.getBoundingClientRect()];
-  if (seen.left < all.left || seen.right > all.right) row.scrollLeft += seen.left - all.left - (all.width - seen.width) / 2;
+  if (seen.left < all.left || seen.right > all.right)
+    row.scrollLeft += seen.left - all.left - (all.width - seen.width) / 2;
 }
 
 function readable(error, place) {
@@ -150,7 +173,10 @@ function onUnhandled(event) {
 }
 
 async function refresh(now) {
-  const { place, abort: { signal } } = now;
+  const {
+    place,
+    abort: { signal },
+  } = now;
   if (now.error) return render(now, "same");
   try {
     if (place.run !== null) now.run = await get("run", { run: place.run }, signal);
@@ -176,9 +202,20 @@ function drawShell(now) {
 function up({ view, run, query }) {
   const isEvaluated = view === "group" && query.has("dataset");
   if (view === "runs") return null;
-  const parent = isEvaluated ? "evaluations" : run === null ? "runs" : (PARENTS[view] ?? "overview");
-  const keep = { group: ["step", "group_id", "dataset"], groups: ["step"], evaluations: ["step", "dataset"] }[parent] ?? [];
-  return link(parent, parent === "runs" ? null : run, Object.fromEntries(keep.map((name) => [name, query.get(name)])));
+  const parent = isEvaluated
+    ? "evaluations"
+    : run === null
+      ? "runs"
+      : (PARENTS[view] ?? "overview");
+  const keep =
+    { group: ["step", "group_id", "dataset"], groups: ["step"], evaluations: ["step", "dataset"] }[
+      parent
+    ] ?? [];
+  return link(
+    parent,
+    parent === "runs" ? null : run,
+    Object.fromEntries(keep.map((name) => [name, query.get(name)])),
+  );
 }
 
 function togglePause() {
@@ -187,7 +224,9 @@ function togglePause() {
   if (!shown.isPaused && !shown.isBusy) catchUp(shown);
 }
 
-function showHelp() { help.querySelector("dialog").showModal(); }
+function showHelp() {
+  help.querySelector("dialog").showModal();
+}
 
 function goTo(view) {
   if (view === "runs") location.hash = link("runs", null);

@@ -12,11 +12,28 @@ import { Table, fold } from "./components.js";
 import { exact, number } from "./format.js";
 import { Component, createRef, html } from "./html.js";
 import { STEPS_S, sinceBegin } from "./lanes.js";
-import { columnsOf, csvOf, drawnOf, lastOf, lookOf, nearest, newestOf, rangeOf, rowsOf, stepAt, tellingOf, tick, toldAt } from "./plotting.js";
+import {
+  columnsOf,
+  csvOf,
+  drawnOf,
+  lastOf,
+  lookOf,
+  nearest,
+  newestOf,
+  rangeOf,
+  rowsOf,
+  stepAt,
+  tellingOf,
+  tick,
+  toldAt,
+} from "./plotting.js";
 import { saveCsv, savePng } from "./saving.js";
 import { colour, onTheme } from "./theme.js";
 
-const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12];
+const STEPS = [
+  1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8,
+  1e9, 1e10, 1e11, 1e12,
+];
 const MAX_ROWS = 2000;
 
 /**
@@ -43,7 +60,9 @@ export class Chart extends Component {
     this.end = new AbortController();
   }
 
-  get choices() { return this.props.choices ?? { ...this.state.own, x: this.props.x ?? "step" }; }
+  get choices() {
+    return this.props.choices ?? { ...this.state.own, x: this.props.x ?? "step" };
+  }
 
   #choose(changes) {
     if (this.props.choose) this.props.choose(changes);
@@ -59,7 +78,10 @@ export class Chart extends Component {
 
   componentDidUpdate() {
     if (this.form !== this.drawnForm || !this.plot) this.#redraw();
-    else if (this.data !== this.drawnData) { this.drawnData = this.data; this.plot.setData(this.data, true); }
+    else if (this.data !== this.drawnData) {
+      this.drawnData = this.data;
+      this.plot.setData(this.data, true);
+    }
   }
 
   componentWillUnmount() {
@@ -71,28 +93,63 @@ export class Chart extends Component {
   /** What is drawn of the props, once for each time that they change. */
   #prepare() {
     const { props, choices } = this;
-    const key = [props.lines, props.span, choices.smooth, String(choices.hide), String(choices.zoom), this.#isLog, choices.full === props.id];
+    const key = [
+      props.lines,
+      props.span,
+      choices.smooth,
+      String(choices.hide),
+      String(choices.zoom),
+      this.#isLog,
+      choices.full === props.id,
+    ];
     if (this.key?.every((one, index) => one === key[index])) return;
     this.key = key;
     const isHidden = ({ label }) => choices.hide.includes(`${props.id} ${label}`);
-    this.lines = props.lines.map((line, index) => ({ kind: "line", ...lookOf(index), ...line, isHidden: isHidden(line) }));
+    this.lines = props.lines.map((line, index) => ({
+      kind: "line",
+      ...lookOf(index),
+      ...line,
+      isHidden: isHidden(line),
+    }));
     this.telling = tellingOf(this.lines);
-    this.drawn = drawnOf(this.telling.filter(({ isHidden }) => !isHidden), choices.smooth);
+    this.drawn = drawnOf(
+      this.telling.filter(({ isHidden }) => !isHidden),
+      choices.smooth,
+    );
     this.data = columnsOf(this.drawn, choices.zoom ?? props.span ?? [], this.#isLog);
-    this.form = JSON.stringify([this.drawn.map(({ kind, label }) => [kind, label]), this.#isLog, this.#height]);
+    this.form = JSON.stringify([
+      this.drawn.map(({ kind, label }) => [kind, label]),
+      this.#isLog,
+      this.#height,
+    ]);
   }
 
-  get #isLog() { return this.choices.log.includes(this.props.id); }
+  get #isLog() {
+    return this.choices.log.includes(this.props.id);
+  }
 
-  get #isFull() { return this.choices.full === this.props.id; }
+  get #isFull() {
+    return this.choices.full === this.props.id;
+  }
 
-  get #height() { return this.#isFull ? Math.max(innerHeight - 240, 200) : (this.props.height ?? 150); }
+  get #height() {
+    return this.#isFull ? Math.max(innerHeight - 240, 200) : (this.props.height ?? 150);
+  }
 
-  render({ id, title, help = "", unit = "", noun = "value", note = "", marks = [] }, { at, isOpen }) {
+  render(
+    { id, title, help = "", unit = "", noun = "value", note = "", marks = [] },
+    { at, isOpen },
+  ) {
     this.#prepare();
     const { drawn, told, numMore } = newestOf(marks);
     this.marks = drawn;
-    const press = (what, label, name, isPressed, onclick) => html`<button type="button" class="quiet" title=${name} aria-label=${`${name}: ${title}`}
+    const press = (
+      what,
+      label,
+      name,
+      isPressed,
+      onclick,
+    ) => html`<button type="button" class="quiet" title=${name} aria-label=${`${name}: ${title}`}
       aria-pressed=${isPressed} data-testid=${`${what}-${id}`} onclick=${onclick}>${label}</button>`;
     return html`<section class=${this.#isFull ? "chart full" : "chart"} id=${`chart-${id}`} data-testid=${`chart-${id}`} data-unit=${unit} ref=${this.section}
         onkeydown=${(event) => this.#onEscape(event)}>
@@ -124,7 +181,9 @@ export class Chart extends Component {
     const press = ({ shiftKey }) => {
       const rest = this.choices.hide.filter((one) => one !== name && !others.includes(one));
       const isAlone = others.every((one) => this.choices.hide.includes(one));
-      this.#choose({ hide: shiftKey ? (isAlone ? rest : [...rest, ...others]) : toggled(this.choices.hide, name) });
+      this.#choose({
+        hide: shiftKey ? (isAlone ? rest : [...rest, ...others]) : toggled(this.choices.hide, name),
+      });
     };
     return html`<button type="button" class="entry" aria-pressed=${!line.isHidden} title=${[line.title, "Press to hide or show, with Shift to isolate"].filter(Boolean).join(". ")} onclick=${press}>${inside}</button>`;
   }
@@ -148,10 +207,17 @@ export class Chart extends Component {
 
   #options(box) {
     const font = `11px ${getComputedStyle(document.body).fontFamily}`;
-    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font };
+    const axis = {
+      stroke: colour("--muted"),
+      grid: { stroke: colour("--line"), width: 1 },
+      ticks: { show: false },
+      font,
+    };
     const isStacked = this.lines.some(({ kind }) => kind === "stack");
     const isLog = this.#isLog;
-    const y = isLog ? { distr: 3 } : { range: (_, low, high) => rangeOf(low, high, isStacked, this.props.least) };
+    const y = isLog
+      ? { distr: 3 }
+      : { range: (_, low, high) => rangeOf(low, high, isStacked, this.props.least) };
     const isTime = this.choices.x === "time";
     return {
       width: box.clientWidth,
@@ -160,11 +226,33 @@ export class Chart extends Component {
       legend: { show: false },
       scales: { x: { time: false, range: (_, low, high) => this.choices.zoom ?? [low, high] }, y },
       axes: [
-        { ...axis, size: 24, gap: 4, space: 60, incrs: isTime ? STEPS_S : STEPS, values: (_, splits, __, ___, by) => splits.map((x) => (isTime ? sinceBegin(x, by) : number(x))) },
-        { ...axis, size: 50, gap: 4, space: 32, values: (_, splits, __, ___, by) => splits.map((value) => (value === null ? "" : isLog ? tick(value, value) : tick(value, by))) },
+        {
+          ...axis,
+          size: 24,
+          gap: 4,
+          space: 60,
+          incrs: isTime ? STEPS_S : STEPS,
+          values: (_, splits, __, ___, by) =>
+            splits.map((x) => (isTime ? sinceBegin(x, by) : number(x))),
+        },
+        {
+          ...axis,
+          size: 50,
+          gap: 4,
+          space: 32,
+          values: (_, splits, __, ___, by) =>
+            splits.map((value) =>
+              value === null ? "" : isLog ? tick(value, value) : tick(value, by),
+            ),
+        },
       ],
       cursor: {
-        sync: { key: this.props.sync ?? "step", scales: ["x", null], setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        sync: {
+          key: this.props.sync ?? "step",
+          scales: ["x", null],
+          setSeries: false,
+          filters: { pub: (type) => type === "mousemove" || type === "mouseleave" },
+        },
         y: false,
         drag: { x: true, y: false, dist: 8, setScale: false },
         points: { size: 6 },
@@ -182,14 +270,19 @@ export class Chart extends Component {
   }
 
   #onCursor(plot) {
-    const at = plot.cursor.idx === null || plot.cursor.idx === undefined ? null : (plot.data[0][plot.cursor.idx] ?? null);
+    const at =
+      plot.cursor.idx === null || plot.cursor.idx === undefined
+        ? null
+        : (plot.data[0][plot.cursor.idx] ?? null);
     if (at !== this.state.at) this.setState({ at });
   }
 
   #onSelect(plot) {
     const { left, width } = plot.select;
     if (!width) return;
-    const [from, to] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")].map((x) => Number(x.toPrecision(6)));
+    const [from, to] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")].map((x) =>
+      Number(x.toPrecision(6)),
+    );
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     if (from < to) this.#choose({ zoom: [from, to] });
   }
@@ -217,7 +310,11 @@ export class Chart extends Component {
     if (!(event.key in moves)) return;
     const from = this.plot.cursor.idx ?? this.data[0].length;
     const index = Math.min(Math.max(from + moves[event.key], 0), this.data[0].length - 1);
-    this.plot.setCursor({ left: this.plot.valToPos(this.data[0][index], "x"), top: 10 }, true, true);
+    this.plot.setCursor(
+      { left: this.plot.valToPos(this.data[0][index], "x"), top: 10 },
+      true,
+      true,
+    );
     event.preventDefault();
   }
 
@@ -253,7 +350,9 @@ export class Chart extends Component {
 
   #summary(title, unit) {
     const last = lastOf(this.lines);
-    const parts = this.lines.map((line) => `${line.label} ${number(toldAt(line, last))} ${unit}`.trim());
+    const parts = this.lines.map((line) =>
+      `${line.label} ${number(toldAt(line, last))} ${unit}`.trim(),
+    );
     return `${title}, by ${AXES[this.choices.x]}. Last: ${parts.join(", ")}.`;
   }
 
@@ -262,11 +361,16 @@ export class Chart extends Component {
     const x = this.choices.x;
     const rows = rowsOf(this.lines);
     const shown = rows.slice(-MAX_ROWS);
-    const caption = shown.length < rows.length ? `The last ${shown.length} of ${rows.length} rows.` : null;
+    const caption =
+      shown.length < rows.length ? `The last ${shown.length} of ${rows.length} rows.` : null;
     const named = ({ label }) => (unit ? `${label} (${unit})` : label);
     const columns = [
       { label: x, isHead: true, cell: ([at]) => (x === "time" ? sinceBegin(at) : at) },
-      ...this.lines.map((line, index) => ({ label: named(line), isNumber: true, cell: ([, values]) => exact(values[index]) })),
+      ...this.lines.map((line, index) => ({
+        label: named(line),
+        isNumber: true,
+        cell: ([, values]) => exact(values[index]),
+      })),
     ];
     const look = () => ({ title, lines: this.lines.filter(({ isHidden }) => !isHidden), unit });
     return html`${help && html`<p>${help}.</p>`}<div class="tools">
@@ -294,22 +398,28 @@ function bandsOf(lines) {
   const bands = [];
   lines.forEach(({ kind, colour: name }, index) => {
     if (lines[index + 1]?.kind !== kind) return;
-    if (kind === "band") bands.push({ series: [index + 2, index + 1], fill: faint(colour(name), 0.12) });
+    if (kind === "band")
+      bands.push({ series: [index + 2, index + 1], fill: faint(colour(name), 0.12) });
     if (kind === "stack") bands.push({ series: [index + 2, index + 1] });
   });
   return bands;
 }
 
 function faint(rgb, alpha) {
-  return rgb.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")}, ${alpha})`);
+  return rgb.replace(
+    /^rgba?\(([^)]*)\)$/,
+    (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")}, ${alpha})`,
+  );
 }
 
 function swatch({ kind, colour: name, dash }) {
   const style = { stroke: `var(${name})`, fill: `var(${name})` };
   const isFilled = kind === "band" || kind === "stack";
   return html`<svg viewBox="0 0 20 8" aria-hidden="true" style=${style}>
-    ${isFilled
-      ? html`<rect x="0" y="0" width="20" height="8" fill-opacity="0.35" stroke-width="0" />`
-      : html`<line x1="0" y1="4" x2="20" y2="4" stroke-width="2" stroke-dasharray=${dash.join(" ") || null} />`}
+    ${
+      isFilled
+        ? html`<rect x="0" y="0" width="20" height="8" fill-opacity="0.35" stroke-width="0" />`
+        : html`<line x1="0" y1="4" x2="20" y2="4" stroke-width="2" stroke-dasharray=${dash.join(" ") || null} />`
+    }
     ${kind === "points" && html`<circle cx="10" cy="4" r="3" />`}</svg>`;
 }

@@ -6,7 +6,12 @@
 import { html } from "./html.js";
 
 /** What steps can be counted by: see `/api/series`. */
-export const AXES = { step: "step", time: "wall time", tokens: "tokens trained", samples: "episodes trained" };
+export const AXES = {
+  step: "step",
+  time: "wall time",
+  tokens: "tokens trained",
+  samples: "episodes trained",
+};
 
 export const NOTHING_CHOSEN = { x: "step", smooth: 0, zoom: null, log: [], hide: [], full: null };
 
@@ -30,10 +35,14 @@ export function paramsOf({ x, smooth, zoom, log, hide, full }) {
 }
 
 /** What to ask `/api/series` for, so that it answers just what is looked at. */
-export function windowOf({ x, zoom }) { return { x, from: zoom?.[0], to: zoom?.[1] }; }
+export function windowOf({ x, zoom }) {
+  return { x, from: zoom?.[0], to: zoom?.[1] };
+}
 
 /** `list` with `item` if it was without it, and without it otherwise. */
-export function toggled(list, item) { return list.includes(item) ? list.filter((one) => one !== item) : [...list, item]; }
+export function toggled(list, item) {
+  return list.includes(item) ? list.filter((one) => one !== item) : [...list, item];
+}
 
 /** What is chosen for all charts of a page. */
 export function chartTools(choices, choose) {

@@ -11,16 +11,21 @@ const SHOWN = 20_000;
 /** What a person chooses a reading by. `pick(key)` is called with its key. */
 export function readingPicker(chosen, isRecorded, pick) {
   return html`<fieldset class="readings" data-testid="readings"><legend>Colour tokens by</legend>
-    ${READINGS.map((reading) => html`<label key=${reading.key} title=${isRecorded(reading) ? reading.help : "This was not recorded"}>
+    ${READINGS.map(
+      (
+        reading,
+      ) => html`<label key=${reading.key} title=${isRecorded(reading) ? reading.help : "This was not recorded"}>
       <input type="radio" name="reading" value=${reading.key} checked=${reading.key === chosen} disabled=${!isRecorded(reading)}
-        onchange=${() => pick(reading.key)} data-testid=${`by-${reading.key}`} />${reading.label}</label>`)}</fieldset>`;
+        onchange=${() => pick(reading.key)} data-testid=${`by-${reading.key}`} />${reading.label}</label>`,
+    )}</fieldset>`;
 }
 
 /** What the colours mean, with numbers, the unit, and how many tokens have each. */
 export function legend(reading, scale) {
   if (!reading.column) return null;
   const named = [reading.label, reading.unit].filter(Boolean).join(", ");
-  const entry = (label, num, names) => html`<li class=${num ? null : "none"}><span class=${names} aria-hidden="true">ab</span>${label}<span class="muted num">${number(num)}</span></li>`;
+  const entry = (label, num, names) =>
+    html`<li class=${num ? null : "none"}><span class=${names} aria-hidden="true">ab</span>${label}<span class="muted num">${number(num)}</span></li>`;
   return html`<div class="token-legend" data-testid="legend">
     <p><strong>${named}</strong><span class="muted"> · ${reading.help}</span></p>
     <ul>${scale.bins.map((bin) => entry(bin.label, bin.numTokens, `swatch ${bin.className}`))}
@@ -37,7 +42,8 @@ export function TokenBox({ turn, label, reading, scale, tip }) {
   useLayoutEffect(() => {
     if (box.current) fill(box.current, turn, { reading, scale, tip }, limit);
   }, [turn, reading, scale, limit]);
-  if (!turn.versions.length) return html`<${LongText} text=${turn.text} class="tokens" data-testid="tokens" />`;
+  if (!turn.versions.length)
+    return html`<${LongText} text=${turn.text} class="tokens" data-testid="tokens" />`;
   const num = turn.pieces.length;
   return html`<div class="tokens" ref=${box} tabindex="0" role="group" data-testid="tokens"
       aria-label=${`${label}, ${num} tokens; the arrow keys go from one to the next`}></div>
@@ -65,14 +71,22 @@ function fill(box, turn, { reading, scale, tip }, limit) {
 function listen(text, tip) {
   const { box, turn, offsets } = text;
   let cursor = -1;
-  const leave = () => { cursor = -1; tip.hide(); };
-  const look = (token) => { cursor = token; tip.show(rangeOf(text, token), turn, token); };
+  const leave = () => {
+    cursor = -1;
+    tip.hide();
+  };
+  const look = (token) => {
+    cursor = token;
+    tip.show(rangeOf(text, token), turn, token);
+  };
   box.onpointermove = (event) => {
     const token = tokenUnder(text, event.clientX, event.clientY);
     if (token !== null && token !== cursor) look(token);
   };
   box.onclick = box.onpointermove;
-  box.onpointerleave = () => { if (box !== document.activeElement) leave(); };
+  box.onpointerleave = () => {
+    if (box !== document.activeElement) leave();
+  };
   box.onblur = leave;
   box.onkeydown = (event) => {
     const to = keyMove(event.key, cursor, offsets.length - 1);
@@ -93,7 +107,9 @@ function keyMove(key, cursor, num) {
   return key === "Escape" && cursor >= 0 ? -1 : null;
 }
 
-function intoView(rect) { if (rect && (rect.top < 0 || rect.bottom > innerHeight)) scrollBy(0, rect.top - innerHeight / 2); }
+function intoView(rect) {
+  if (rect && (rect.top < 0 || rect.bottom > innerHeight)) scrollBy(0, rect.top - innerHeight / 2);
+}
 
 function rangeOf({ box, offsets, starts }, token) {
   const run = tokenAt(starts, offsets[token]);
@@ -107,7 +123,9 @@ function rangeOf({ box, offsets, starts }, token) {
 
 /** The token under a point of the page; null if there is none. */
 function tokenUnder({ box, offsets, starts }, x, y) {
-  const spot = document.caretRangeFromPoint ? document.caretRangeFromPoint(x, y) : asRange(document.caretPositionFromPoint(x, y));
+  const spot = document.caretRangeFromPoint
+    ? document.caretRangeFromPoint(x, y)
+    : asRange(document.caretPositionFromPoint(x, y));
   const node = spot?.startContainer;
   if (node?.nodeType !== Node.TEXT_NODE || !box.contains(node)) return null;
   const run = Array.prototype.indexOf.call(box.childNodes, node.parentNode);
@@ -116,11 +134,15 @@ function tokenUnder({ box, offsets, starts }, x, y) {
   return Math.min(tokenAt(offsets, starts[run] + offset), offsets.length - 2);
 }
 
-function asRange(position) { return position && { startContainer: position.offsetNode, startOffset: position.offset }; }
+function asRange(position) {
+  return position && { startContainer: position.offsetNode, startOffset: position.offset };
+}
 
 function covers(node, offset, x, y) {
   const range = document.createRange();
   range.setStart(node, offset);
   range.setEnd(node, offset + 1);
-  return [...range.getClientRects()].some((box) => x >= box.left && x < box.right && y >= box.top && y < box.bottom);
+  return [...range.getClientRects()].some(
+    (box) => x >= box.left && x < box.right && y >= box.top && y < box.bottom,
+  );
 }

@@ -17,7 +17,8 @@ export function Table({ columns, rows, id, caption, keyOf, rowClass, order, onOr
   const cell = (column, row) => {
     const shown = column.cell(row) ?? NONE;
     const names = [kind(column), shown === NONE && "none"].filter(Boolean).join(" ") || null;
-    return column.isHead ? html`<th scope="row" class=${names} data-label=${column.label}>${shown}</th>`
+    return column.isHead
+      ? html`<th scope="row" class=${names} data-label=${column.label}>${shown}</th>`
       : html`<td class=${names} data-label=${column.label}>${shown}</td>`;
   };
   return html`<div class="table-box"><table class="cards" data-testid=${id}>
@@ -36,7 +37,14 @@ function Heading({ column: { label, title, order: own, isNumber }, kind, order, 
     onclick=${() => onOrder(isDown ? `${own} desc` : own)}>${label}${by && (by === "ascending" ? " ▲" : " ▼")}</button></th>`;
 }
 
-const MARKS = { starting: "◌", running: "▶", silent: "…", finished: "✓", interrupted: "❚❚", failed: "✕" };
+const MARKS = {
+  starting: "◌",
+  running: "▶",
+  silent: "…",
+  finished: "✓",
+  interrupted: "❚❚",
+  failed: "✕",
+};
 
 /** The state of a run, by sign, word and colour. */
 export function status(name) {
@@ -49,7 +57,9 @@ export function badge(text, kind, title) {
 }
 
 /** How an episode ended, by word and colour; nothing if it ended well. */
-export function outcomeBadge(outcome, reason) { return outcome !== "ok" && badge(outcome, outcome === "failed" ? "bad" : "warn", reason || null); }
+export function outcomeBadge(outcome, reason) {
+  return outcome !== "ok" && badge(outcome, outcome === "failed" ? "bad" : "warn", reason || null);
+}
 
 /** Nothing to show: why, and what to do about it. */
 export function empty(why, remedy) {
@@ -60,8 +70,11 @@ export function empty(why, remedy) {
 export function failure(page, error, retry) {
   return html`<div class="failure" role="alert" data-testid="error">
     <p><strong>${page ? `“${page}” could not be shown. ` : "This could not be shown. "}</strong>${error.message}</p>
-    ${error.address && html`<details><summary>What was asked</summary>
-      <p class="muted"><code>${`/${error.address}`}</code>${error.status ? ` answered ${error.status}` : ""}</p></details>`}
+    ${
+      error.address &&
+      html`<details><summary>What was asked</summary>
+      <p class="muted"><code>${`/${error.address}`}</code>${error.status ? ` answered ${error.status}` : ""}</p></details>`
+    }
     ${retry && html`<button type="button" onclick=${retry}>Try again</button>`}
   </div>`;
 }
@@ -83,12 +96,16 @@ export function untold(run) {
 
 /** Nothing to show of a run of several policies, because each of them has its own; `what` that is. */
 export function ofPolicies(run, what) {
-  const links = run.policies.map(({ id }, index) => html`${index > 0 && ", "}<a href=${link("overview", id)}>${nameOf(id)}</a>`);
+  const links = run.policies.map(
+    ({ id }, index) => html`${index > 0 && ", "}<a href=${link("overview", id)}>${nameOf(id)}</a>`,
+  );
   return empty(`${what} of a run of several policies are told by each of them.`, links);
 }
 
 /** What a policy is called, by the id of its run: its folder. */
-export function nameOf(id) { return id.split("/").at(-1); }
+export function nameOf(id) {
+  return id.split("/").at(-1);
+}
 
 /** A named figure: `Reward` over `0.523`. */
 export function figure(label, value, { title, note, id } = {}) {
@@ -116,7 +133,10 @@ async function copy(text) {
     await navigator.clipboard.writeText(text); // only there on a secure page: loopback or HTTPS
     return true;
   } catch {
-    const field = Object.assign(document.createElement("textarea"), { value: text, readOnly: true });
+    const field = Object.assign(document.createElement("textarea"), {
+      value: text,
+      readOnly: true,
+    });
     document.body.append(field);
     field.select();
     const isCopied = document.execCommand("copy");
@@ -135,7 +155,8 @@ export function filterField({ label, title, value, seek, id = "filter" }) {
 export function neighbour(nav, label, href) {
   const text = nav === "next" ? `${label} ›` : `‹ ${label}`;
   const id = `to-${nav}`;
-  if (href === null) return html`<button key=${id} type="button" disabled data-testid=${id}>${text}</button>`;
+  if (href === null)
+    return html`<button key=${id} type="button" disabled data-testid=${id}>${text}</button>`;
   return html`<a key=${id} class="button" href=${href} data-nav=${nav} data-testid=${id} title=${nav === "next" ? "]" : "["}>${text}</a>`;
 }
 
@@ -158,5 +179,10 @@ export function taskName(run, task) {
 
 /** The place of a group, and of one of its episodes if `episode` is given; of an evaluation on `dataset` if there is one. */
 export function rollout(run, { step, group_id, episode, dataset }) {
-  return link(episode === undefined ? "group" : "episode", run, { step, group_id, episode, dataset });
+  return link(episode === undefined ? "group" : "episode", run, {
+    step,
+    group_id,
+    episode,
+    dataset,
+  });
 }

@@ -31,19 +31,27 @@ function outside(text) {
   return left.trim() ? [{ role: "prompt", text: left }] : [];
 }
 
-function trimmed(text) { return text.replace(/^\n+|\s+$/g, ""); }
+function trimmed(text) {
+  return text.replace(/^\n+|\s+$/g, "");
+}
 
 /** A message of a task's prompt as text, with the calls that somebody else's assistant made in it. */
 export function textOfMessage(message) {
-  const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content ?? "", null, 2);
-  const calls = Array.isArray(message.tool_calls) ? message.tool_calls.map((call) => JSON.stringify(call)) : [];
+  const content =
+    typeof message.content === "string"
+      ? message.content
+      : JSON.stringify(message.content ?? "", null, 2);
+  const calls = Array.isArray(message.tool_calls)
+    ? message.tool_calls.map((call) => JSON.stringify(call))
+    : [];
   return [content, ...calls].filter(Boolean).join("\n");
 }
 
 /** A call of a tool in one line, `search(query="height of K2", limit=3)`. */
 export function callInWords(call) {
   const given = call.arguments;
-  if (given === null || typeof given !== "object" || Array.isArray(given)) return `${call.name}(${JSON.stringify(given ?? null)})`;
+  if (given === null || typeof given !== "object" || Array.isArray(given))
+    return `${call.name}(${JSON.stringify(given ?? null)})`;
   const parts = Object.entries(given).map(([name, value]) => `${name}=${JSON.stringify(value)}`);
   return `${call.name}(${parts.join(", ")})`;
 }

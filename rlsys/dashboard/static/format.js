@@ -17,12 +17,15 @@ export function number(value) {
 }
 
 function scaled(value) {
-  const [by, letter] = Math.abs(value) >= 1e12 ? [1e12, "T"] : Math.abs(value) >= 1e9 ? [1e9, "G"] : [1e6, "M"];
+  const [by, letter] =
+    Math.abs(value) >= 1e12 ? [1e12, "T"] : Math.abs(value) >= 1e9 ? [1e9, "G"] : [1e6, "M"];
   return `${(value / by).toPrecision(3)}${letter}`;
 }
 
 /** A number with all its digits, for tables that are compared with files. */
-export function exact(value) { return isNumber(value) ? String(value) : NONE; }
+export function exact(value) {
+  return isNumber(value) ? String(value) : NONE;
+}
 
 /** `0.123` -> `12 %`. */
 export function percent(share) {
@@ -64,11 +67,15 @@ function pair(first, unit, second, smaller) {
 export function ago(timeS) {
   if (!isNumber(timeS)) return NONE;
   const since = Date.now() / 1000 - timeS;
-  return since < 1 ? "now" : `${since < 10 ? `${Math.round(since)} s` : duration(since).replace(/^(\d+ \w+) .*/, "$1")} ago`;
+  return since < 1
+    ? "now"
+    : `${since < 10 ? `${Math.round(since)} s` : duration(since).replace(/^(\d+ \w+) .*/, "$1")} ago`;
 }
 
 /** The time of day in this place, `14:03:07`. */
-export function clock(timeS) { return isNumber(timeS) ? new Date(timeS * 1000).toTimeString().slice(0, 8) : NONE; }
+export function clock(timeS) {
+  return isNumber(timeS) ? new Date(timeS * 1000).toTimeString().slice(0, 8) : NONE;
+}
 
 /** `2026-02-11 14:03:07`, in this place. */
 export function date(timeS) {
@@ -83,4 +90,6 @@ export function count(num, noun) {
   return `${number(num)} ${noun}${num === 1 ? "" : "s"}`;
 }
 
-function isNumber(value) { return typeof value === "number" && Number.isFinite(value); }
+function isNumber(value) {
+  return typeof value === "number" && Number.isFinite(value);
+}

@@ -15,7 +15,9 @@ export { useLayoutEffect, useRef, useState } from "./vendor/hooks.mjs";
 export const html = htm.bind(checked);
 
 /** Make `root` show `children`, by changing what differs; nothing if there are none. */
-export function update(root, ...children) { render(children, root); }
+export function update(root, ...children) {
+  render(children, root);
+}
 
 /** An element, unless it would be a link to elsewhere or markup: a run's text must become neither. */
 function checked(type, props, ...children) {

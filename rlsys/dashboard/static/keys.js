@@ -9,8 +9,16 @@
 
 /** The views of a run in the order of their tabs: `[view, label, key after g]`. */
 export const VIEWS = [
-  ["overview", "Overview", "o"], ["groups", "Groups", "g"], ["tasks", "Tasks", "t"], ["evaluations", "Evaluations", "v"], ["cluster", "Cluster", "c"],
-  ["ledger", "Ledger", "l"], ["alerts", "Alerts", "a"], ["log", "Log", "e"], ["tables", "Tables", "x"], ["config", "Configuration", "f"],
+  ["overview", "Overview", "o"],
+  ["groups", "Groups", "g"],
+  ["tasks", "Tasks", "t"],
+  ["evaluations", "Evaluations", "v"],
+  ["cluster", "Cluster", "c"],
+  ["ledger", "Ledger", "l"],
+  ["alerts", "Alerts", "a"],
+  ["log", "Log", "e"],
+  ["tables", "Tables", "x"],
+  ["config", "Configuration", "f"],
 ];
 /** What each key is for. */
 export const HELP = [
@@ -59,10 +67,16 @@ function press(key, showHelp) {
 
 /** Move along the rows; where there are none, to the next or previous thing. */
 function step(by) {
-  const rows = [...document.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
+  const rows = [...document.querySelectorAll("[data-row]")].filter(
+    (row) => row.offsetParent !== null,
+  );
   if (!rows.length) return click(by > 0 ? "next" : "previous");
   const here = rows.indexOf(document.activeElement);
-  return focus(rows[here < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(Math.max(here + by, 0), rows.length - 1)]);
+  return focus(
+    rows[
+      here < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(Math.max(here + by, 0), rows.length - 1)
+    ],
+  );
 }
 
 function click(nav) {
@@ -78,5 +92,8 @@ function focus(target) {
 }
 
 function isTyping(target) {
-  return target.isContentEditable || target.matches("textarea, select, input:not([type=checkbox], [type=radio], [type=button])");
+  return (
+    target.isContentEditable ||
+    target.matches("textarea, select, input:not([type=checkbox], [type=radio], [type=button])")
+  );
 }

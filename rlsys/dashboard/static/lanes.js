@@ -8,7 +8,10 @@
 export const LEAST_S = 0.2;
 
 /** Seconds between two ticks of an axis of time. */
-export const STEPS_S = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+export const STEPS_S = [
+  0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200,
+  14400, 43200, 86400,
+];
 
 /** A window moved and cut so that it lies within the run. */
 export function clamped(window, run) {
@@ -42,7 +45,9 @@ export function dragged(window, begin, end, run) {
 /** Round moments of a window, at most `most`: `[{ share, label }]`, counted from the beginning of the run. */
 export function ticksOf(window, origin, most) {
   const length = window.to - window.from;
-  const step = STEPS_S.find((candidate) => length / candidate <= most) ?? STEPS_S.at(-1) * Math.ceil(length / most / STEPS_S.at(-1));
+  const step =
+    STEPS_S.find((candidate) => length / candidate <= most) ??
+    STEPS_S.at(-1) * Math.ceil(length / most / STEPS_S.at(-1));
   const first = Math.ceil((window.from - origin) / step);
   const last = Math.floor((window.to - origin) / step + 1e-9);
   return Array.from({ length: Math.max(last - first + 1, 0) }, (_, i) => {
@@ -58,7 +63,9 @@ export function sinceBegin(seconds, step_s = 1) {
   const hours = Math.floor(rounded / 3600);
   const minutes = Math.floor((rounded % 3600) / 60);
   const rest = (rounded % 60).toFixed(decimals).padStart(decimals ? decimals + 3 : 2, "0");
-  const clock = hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
+  const clock = hours
+    ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}`
+    : `${minutes}:${rest}`;
   return seconds < 0 && rounded ? `-${clock}` : clock;
 }
 
@@ -68,20 +75,42 @@ export function sinceBegin(seconds, step_s = 1) {
  */
 export const ACTIVITIES = {
   generating: { colour: "--c1", top: 0, height: 1, help: "a replica played a group" },
-  evaluating: { colour: "--c4", top: 0, height: 1, help: "a replica of the evaluation lane played a group" },
+  evaluating: {
+    colour: "--c4",
+    top: 0,
+    height: 1,
+    help: "a replica of the evaluation lane played a group",
+  },
   scoring: { colour: "--c3", top: 0, height: 1, help: "a reward worker scored a group" },
   annotating: { colour: "--c6", top: 0, height: 1, help: "an annotator added a column to groups" },
   training: { colour: "--c2", top: 0, height: 1, help: "the actor or the critic took its step" },
-  fetching: { colour: "--c7", top: 0.5, height: 0.5, help: "the trainer's ranks fetched the data of a step" },
-  preparing: { colour: "--c8", top: 0, height: 0.5, help: "columns were made that need the whole step" },
+  fetching: {
+    colour: "--c7",
+    top: 0.5,
+    height: 0.5,
+    help: "the trainer's ranks fetched the data of a step",
+  },
+  preparing: {
+    colour: "--c8",
+    top: 0,
+    height: 0.5,
+    help: "columns were made that need the whole step",
+  },
   saving: { colour: "--c9", top: 0, height: 0.5, help: "a checkpoint was written" },
-  recording: { colour: "--c10", top: 0, height: 0.5, help: "the actor wrote the rollouts of a step for people" },
+  recording: {
+    colour: "--c10",
+    top: 0,
+    height: 0.5,
+    help: "the actor wrote the rollouts of a step for people",
+  },
   publishing: { colour: "--c5", top: 0.5, height: 0.5, help: "the actor handed its weights over" },
   pulling: { colour: "--c11", top: 0.5, height: 0.5, help: "a replica took in new weights" },
 };
 
 /** How an activity looks; one that this page does not know is grey. */
-export function shapeOf(activity) { return ACTIVITIES[activity] ?? { colour: "--c7", top: 0.25, height: 0.5, help: "" }; }
+export function shapeOf(activity) {
+  return ACTIVITIES[activity] ?? { colour: "--c7", top: 0.25, height: 0.5, help: "" };
+}
 
 /**
  * The spans of a lane as one SVG path for each activity, `width` by `height` pixels: `[{ activity, path }]`.

@@ -7,16 +7,24 @@ import { html } from "./html.js";
 
 const GIB = 2 ** 30;
 const KINDS = [
-  ["machine", "cpu", "Processors of workers"], ["machine", "memory", "Memory of workers"], ["machine", "gpu", "GPUs of workers"],
-  ["machine", "gpu_memory", "GPU memory"], ["node", "cpu", "Processors of nodes"], ["node", "memory", "Memory of nodes"],
-  ["node", "shm", "Shared memory of nodes (object store)"], ["node", "sent", "Sent by nodes"], ["node", "received", "Received by nodes"],
+  ["machine", "cpu", "Processors of workers"],
+  ["machine", "memory", "Memory of workers"],
+  ["machine", "gpu", "GPUs of workers"],
+  ["machine", "gpu_memory", "GPU memory"],
+  ["node", "cpu", "Processors of nodes"],
+  ["node", "memory", "Memory of nodes"],
+  ["node", "shm", "Shared memory of nodes (object store)"],
+  ["node", "sent", "Sent by nodes"],
+  ["node", "received", "Received by nodes"],
 ];
 
 /** The charts of a MachineAnswer as props, and its rows; null if no worker was sampled. `begin_s`: of the run. */
 export function machineOf({ workers, series }, begin_s) {
   if (!workers.length) return null;
   const charts = KINDS.map(([kind, name, title]) => {
-    const found = series.filter((one) => one.name.startsWith(`${kind}/`) && one.name.endsWith(`/${name}`));
+    const found = series.filter(
+      (one) => one.name.startsWith(`${kind}/`) && one.name.endsWith(`/${name}`),
+    );
     const isBytes = found[0]?.unit.startsWith("bytes");
     const lines = found.map(({ name: full, times_s, values }) => ({
       label: full.slice(kind.length + 1, -name.length - 1),

@@ -20,7 +20,9 @@ export function barMark(value, scale) {
   if (!scale || value === null) return null;
   const [zero, end] = [place(0, scale), place(value, scale)];
   const width = Math.max(Math.abs(end - zero), 0.75);
-  return mark(html`<rect x=${Math.min(zero, end)} y="2" width=${width} height=${HEIGHT - 4} class=${value < 0 ? "below" : "above"} />${axis(zero)}`);
+  return mark(
+    html`<rect x=${Math.min(zero, end)} y="2" width=${width} height=${HEIGHT - 4} class=${value < 0 ? "below" : "above"} />${axis(zero)}`,
+  );
 }
 
 /** A line from `low` to `high`, and a dot for the mean. */
@@ -49,11 +51,18 @@ export function sparkline(values) {
   if (known.length < 2) return null;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   const y = (value) => HEIGHT - 1 - ((value - low) / (high - low || 1)) * (HEIGHT - 2);
-  const points = known.map((value, index) => `${((index / (known.length - 1)) * WIDTH).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
+  const points = known
+    .map(
+      (value, index) =>
+        `${((index / (known.length - 1)) * WIDTH).toFixed(1)},${y(value).toFixed(1)}`,
+    )
+    .join(" ");
   return html`<svg class="spark" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true"><polyline points=${points} /></svg>`;
 }
 
-function place(value, scale) { return 2 + ((value - scale.low) / (scale.high - scale.low)) * (WIDTH - 4); }
+function place(value, scale) {
+  return 2 + ((value - scale.low) / (scale.high - scale.low)) * (WIDTH - 4);
+}
 
 function axis(x) {
   return html`<rect class="zero" x=${x - 0.35} y="0" width="0.7" height=${HEIGHT} />`;

@@ -9,7 +9,9 @@ const FEW = 12;
 /** Metrics whose name or meaning has each word of `sought`, a regular expression, or a plain word if it is none. */
 export function found(metrics, sought) {
   const patterns = sought.split(/\s+/).filter(Boolean).map(patternOf);
-  return metrics.filter(({ name, help }) => patterns.every((pattern) => pattern.test(`${name} ${help}`)));
+  return metrics.filter(({ name, help }) =>
+    patterns.every((pattern) => pattern.test(`${name} ${help}`)),
+  );
 }
 
 function patternOf(word) {
@@ -32,16 +34,23 @@ export function metricList(metrics, { chosen, sought, isWhole, choose, seek, unf
     { label: "Metric", isHead: true, cell: ({ name }) => html`<code>${name}</code>` },
     { label: "Last", isNumber: true, cell: ({ last, unit }) => quantity(last, unit) },
     { label: "Meaning", isText: true, cell: ({ help }) => help || null },
-    { label: "Chart", cell: ({ name }) => html`<button type="button" data-row data-testid=${`show-${name}`} aria-pressed=${chosen.has(name)}
-      onclick=${() => choose([name])}>${chosen.has(name) ? "Hide" : "Show"}</button>` },
+    {
+      label: "Chart",
+      cell: ({
+        name,
+      }) => html`<button type="button" data-row data-testid=${`show-${name}`} aria-pressed=${chosen.has(name)}
+      onclick=${() => choose([name])}>${chosen.has(name) ? "Hide" : "Show"}</button>`,
+    },
   ];
   return html`<div class="tools" key="tools">
       ${filterField({ label: "Search metrics, as kl|entropy", title: "Search metrics", value: sought, seek, id: "search-metrics" })}
       <span class="muted small" role="status">${all.length} of ${metrics.length}</span>
       ${sought && missing.length > 0 && missing.length <= FEW && html`<button type="button" data-testid="chart-found" onclick=${() => choose(missing)}>Chart all ${missing.length}</button>`}
     </div>
-    ${shown.length
-      ? html`<${Table} columns=${columns} rows=${shown} id="metrics" keyOf=${({ name }) => name} />`
-      : empty("No metric matches.", "Try a part of its name, as kl, or of its meaning.")}
+    ${
+      shown.length
+        ? html`<${Table} columns=${columns} rows=${shown} id="metrics" keyOf=${({ name }) => name} />`
+        : empty("No metric matches.", "Try a part of its name, as kl, or of its meaning.")
+    }
     ${shown.length < all.length && html`<p key="unfold" class="after"><button type="button" data-testid="unfold-metrics" onclick=${unfold}>Show all ${all.length}</button></p>`}`;
 }

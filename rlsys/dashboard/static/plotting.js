@@ -14,7 +14,10 @@ const DRAWN = 20;
  */
 export function columnsOf(lines, span = [], isLog = false) {
   if (!lines.length) return [span];
-  const joined = uPlot.join([...(span.length ? [[span]] : []), ...lines.map(({ xs, ys }) => [xs, ys])]);
+  const joined = uPlot.join([
+    ...(span.length ? [[span]] : []),
+    ...lines.map(({ xs, ys }) => [xs, ys]),
+  ]);
   const xs = joined[0];
   const isStacked = whereStacked(lines, xs);
   let below = xs.map(() => 0);
@@ -37,7 +40,14 @@ export function tellingOf(lines) {
 /** The lines to draw, smoothed by `weight` (0 to 1), with the raw one, of kind `raw`, behind each. */
 export function drawnOf(lines, weight) {
   if (!weight) return lines;
-  return lines.flatMap((line) => (line.kind === "line" ? [{ ...line, kind: "raw" }, { ...line, ys: smoothed(line.ys, weight) }] : [line]));
+  return lines.flatMap((line) =>
+    line.kind === "line"
+      ? [
+          { ...line, kind: "raw" },
+          { ...line, ys: smoothed(line.ys, weight) },
+        ]
+      : [line],
+  );
 }
 
 /** Exponential moving average, without the bias of its beginning; gaps stay gaps. */
@@ -64,21 +74,29 @@ export function stepAt(lines, x) {
 /** The line nearest to a height at an x, by `top(y)`; null if none has a value there or before. */
 export function nearest(lines, x, height, top) {
   const known = lines.map((line) => [line, valueAt(line, x)]).filter(([, y]) => y !== null);
-  return known.map(([line, y]) => [line, Math.abs(top(y) - height)]).sort(([, a], [, b]) => a - b)[0]?.[0] ?? null;
+  return (
+    known
+      .map(([line, y]) => [line, Math.abs(top(y) - height)])
+      .sort(([, a], [, b]) => a - b)[0]?.[0] ?? null
+  );
 }
 
 /** Rows of `rowsOf` as comma-separated values, under `x` and the names of the lines. */
 export function csvOf(x, names, rows) {
   const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const head = [x, ...names].map(quoted);
-  return [head, ...rows.map(([at, values]) => [at, ...values.map((value) => value ?? "")])].map((row) => row.join(",")).join("\n");
+  return [head, ...rows.map(([at, values]) => [at, ...values.map((value) => value ?? "")])]
+    .map((row) => row.join(","))
+    .join("\n");
 }
 
 /** For every one of `xs`: is there anything to stack? */
 function whereStacked(lines, xs) {
   const wholes = lines.filter(({ kind }) => kind === "whole");
   const parts = wholes.length ? wholes : lines.filter(({ kind }) => kind === "stack");
-  const known = new Set(parts.flatMap((line) => line.xs.filter((_, index) => line.ys[index] !== null)));
+  const known = new Set(
+    parts.flatMap((line) => line.xs.filter((_, index) => line.ys[index] !== null)),
+  );
   const [first, last] = [Math.min(...known), Math.max(...known)];
   const isThinned = parts.some((line) => line.isThinned);
   return xs.map((x) => known.has(x) || (isThinned && x >= first && x <= last));
@@ -90,7 +108,10 @@ function whereStacked(lines, xs) {
  */
 function filled({ xs, ys, isThinned }, at) {
   const known = xs.map((x, index) => [x, ys[index]]).filter(([, y]) => y !== null);
-  if (!isThinned) { const values = new Map(known); return at.map((x) => values.get(x) ?? 0); }
+  if (!isThinned) {
+    const values = new Map(known);
+    return at.map((x) => values.get(x) ?? 0);
+  }
   let next = 0;
   return at.map((x) => {
     while (next < known.length && known[next][0] < x) next += 1;
@@ -111,10 +132,14 @@ export function valueAt({ xs, ys }, x, exact = false) {
 }
 
 /** What a legend says of a line at `x`: of a part of a sum only what it was just there. */
-export function toldAt(line, x) { return valueAt(line, x, line.kind === "stack" && !line.isThinned); }
+export function toldAt(line, x) {
+  return valueAt(line, x, line.kind === "stack" && !line.isThinned);
+}
 
 /** The last x of any line. */
-export function lastOf(lines) { return Math.max(...lines.map(({ xs }) => xs.at(-1) ?? -Infinity)); }
+export function lastOf(lines) {
+  return Math.max(...lines.map(({ xs }) => xs.at(-1) ?? -Infinity));
+}
 
 /** Marks with the newest first: `drawn` of them become lines, `told` in words, and `numMore` are not told. */
 export function newestOf(marks) {
@@ -127,7 +152,10 @@ export function newestOf(marks) {
 export function rowsOf(lines) {
   const rows = new Map();
   lines.forEach(({ xs, ys }, index) => {
-    xs.forEach((x, at) => { if (!rows.has(x)) rows.set(x, new Array(lines.length).fill(null)); rows.get(x)[index] = ys[at]; });
+    xs.forEach((x, at) => {
+      if (!rows.has(x)) rows.set(x, new Array(lines.length).fill(null));
+      rows.get(x)[index] = ys[at];
+    });
   });
   return [...rows].sort(([a], [b]) => a - b);
 }
@@ -140,7 +168,8 @@ export function rangeOf(low, high, isStacked = false, least = 0) {
   if (low === null || high === null) return [0, 1];
   const size = Math.max(Math.abs(low), Math.abs(high));
   if (size < least) return [low < 0 ? -least : 0, least];
-  if (high - low <= size * 1e-9) return low === 0 ? [0, 1] : [Math.min(0, low * 1.5), Math.max(0, low * 1.5)];
+  if (high - low <= size * 1e-9)
+    return low === 0 ? [0, 1] : [Math.min(0, low * 1.5), Math.max(0, low * 1.5)];
   const room = Math.max((high - low) * 0.08, (least - (high - low)) / 2);
   if (isStacked) return [Math.min(low, 0), high + room];
   return [low >= 0 && (low < high * 0.6 || low < room) ? 0 : low - room, high + room];
@@ -149,7 +178,8 @@ export function rangeOf(low, high, isStacked = false, least = 0) {
 /** A value beside its axis; `by` is the distance of ticks. */
 export function tick(value, by) {
   if (value === 0) return "0";
-  if (Math.abs(value) >= 10_000) return new Intl.NumberFormat("en", { notation: "compact" }).format(value);
+  if (Math.abs(value) >= 10_000)
+    return new Intl.NumberFormat("en", { notation: "compact" }).format(value);
   if (by < 1e-4) return value.toExponential(1);
   return value.toFixed(decimalsOf(by));
 }
@@ -157,7 +187,8 @@ export function tick(value, by) {
 /** As many digits as the distance of ticks has: 0.25 has two. */
 function decimalsOf(by) {
   let decimals = 0;
-  while (decimals < 6 && Math.abs(by * 10 ** decimals - Math.round(by * 10 ** decimals)) > 1e-6) decimals += 1;
+  while (decimals < 6 && Math.abs(by * 10 ** decimals - Math.round(by * 10 ** decimals)) > 1e-6)
+    decimals += 1;
   return decimals;
 }
 
@@ -167,10 +198,17 @@ function decimalsOf(by) {
  * Fewer different values than bins, as rewards of 0 and 1, have a bin each, with `from` equal to `to`.
  */
 export function histogramOf(values, most = 12) {
-  const known = values.filter((value) => typeof value === "number" && Number.isFinite(value)).sort((a, b) => a - b);
+  const known = values
+    .filter((value) => typeof value === "number" && Number.isFinite(value))
+    .sort((a, b) => a - b);
   if (!known.length) return [];
   const different = [...new Set(known)];
-  if (different.length <= most) return different.map((value) => ({ from: value, to: value, count: known.filter((other) => other === value).length }));
+  if (different.length <= most)
+    return different.map((value) => ({
+      from: value,
+      to: value,
+      count: known.filter((other) => other === value).length,
+    }));
   const width = roundUp((known.at(-1) - known[0]) / most);
   const first = Math.floor(known[0] / width + 1e-9);
   const last = Math.max(Math.ceil(known.at(-1) / width - 1e-9), first + 1);
@@ -179,7 +217,8 @@ export function histogramOf(values, most = 12) {
     to: Number(((first + i + 1) * width).toPrecision(12)),
     count: 0,
   }));
-  for (const value of known) bins[Math.min(Math.floor(value / width - first + 1e-9), bins.length - 1)].count += 1;
+  for (const value of known)
+    bins[Math.min(Math.floor(value / width - first + 1e-9), bins.length - 1)].count += 1;
   return bins;
 }
 
@@ -192,5 +231,8 @@ function roundUp(width) {
 /** How the line of this index looks: no two of 44 are alike. */
 export function lookOf(index) {
   const dashes = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
-  return { colour: `--c${(index % 11) + 1}`, dash: dashes[((index % 11) + Math.floor(index / 11)) % 4] };
+  return {
+    colour: `--c${(index % 11) + 1}`,
+    dash: dashes[((index % 11) + Math.floor(index / 11)) % 4],
+  };
 }

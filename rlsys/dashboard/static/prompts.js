@@ -13,7 +13,8 @@ export function LongText({ text, ...props }) {
   const [isWhole, setWhole] = useState(false);
   const isCut = !isWhole && text.length > SHOWN;
   return html`<div ...${props} class=${`said ${props.class ?? ""}`}>${visible(isCut ? text.slice(0, SHOWN) : text)}${
-    isCut && html`… <button type="button" data-testid="show-all" onclick=${() => setWhole(true)}>Show all ${number(text.length)} characters</button>`
+    isCut &&
+    html`… <button type="button" data-testid="show-all" onclick=${() => setWhole(true)}>Show all ${number(text.length)} characters</button>`
   }</div>`;
 }
 
@@ -24,7 +25,10 @@ export function message(role, text, key) {
 }
 
 /** JSON in one line if that is short. */
-function readable(value) { const line = JSON.stringify(value); return line.length < 80 ? line : JSON.stringify(value, null, 2); }
+function readable(value) {
+  const line = JSON.stringify(value);
+  return line.length < 80 ? line : JSON.stringify(value, null, 2);
+}
 
 /** The task of a group: its prompt, the right answer, and what else its row holds. */
 export function taskBox(answer, isOpen) {

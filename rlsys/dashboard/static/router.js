@@ -8,7 +8,8 @@ export function parse(hash) {
   const [path, query = ""] = hash.replace(/^#/, "").split("?", 2);
   const parts = path.split("/").filter(Boolean);
   const params = new URLSearchParams(query);
-  if (parts[0] === "run" && parts.length >= 2) return { view: parts[2] ?? "overview", run: decoded(parts[1]), query: params };
+  if (parts[0] === "run" && parts.length >= 2)
+    return { view: parts[2] ?? "overview", run: decoded(parts[1]), query: params };
   return { view: parts[0] ?? "runs", run: null, query: params };
 }
 
@@ -34,7 +35,11 @@ export function link(view, run, params) {
 }
 
 /** Go to an address made by `link`. */
-export function go(href) { location.hash = href; }
+export function go(href) {
+  location.hash = href;
+}
 
 /** Note a change of what is shown in the address without showing anything anew; `back` skips it. */
-export function note(href) { history.replaceState(null, "", href); }
+export function note(href) {
+  history.replaceState(null, "", href);
+}

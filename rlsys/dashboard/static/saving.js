@@ -5,13 +5,18 @@ import { colour } from "./theme.js";
 const HEAD = 52; // pixels above the plot, for title and legend
 
 /** Save text as `<title>.csv`. */
-export function saveCsv(title, text) { save(title, "csv", new Blob([text], { type: "text/csv" })); }
+export function saveCsv(title, text) {
+  save(title, "csv", new Blob([text], { type: "text/csv" }));
+}
 
 /** Save what a uPlot shows as `<title>.png`, with its title, unit and legend. */
 export function savePng(plot, { title, lines, unit }) {
   const scale = devicePixelRatio;
   const { canvas: drawn } = plot.ctx;
-  const canvas = Object.assign(document.createElement("canvas"), { width: drawn.width, height: drawn.height + HEAD * scale });
+  const canvas = Object.assign(document.createElement("canvas"), {
+    width: drawn.width,
+    height: drawn.height + HEAD * scale,
+  });
   const ctx = canvas.getContext("2d");
   ctx.fillStyle = colour("--page");
   ctx.fillRect(0, 0, canvas.width, canvas.height);

@@ -27,9 +27,17 @@ export function header(now, { up, togglePause, showHelp, redraw }) {
       ${themeButton(redraw)}
       <button type="button" onclick=${showHelp} data-testid="help" title="Keys (?)" aria-label="Keys">?</button>
     </div>
-    ${run && html`<nav class="tabs" key="tabs" aria-label="Views of the run">
-      ${VIEWS.map(([view, label]) => html`<a key=${view} href=${link(view, place.run)} data-testid=${`tab-${view}`} aria-current=${here === view ? "page" : null}>
-        ${label}${view === "alerts" && run.summary.num_alerts > 0 && badge(run.summary.num_alerts, "bad")}</a>`)}</nav>`}`;
+    ${
+      run &&
+      html`<nav class="tabs" key="tabs" aria-label="Views of the run">
+      ${VIEWS.map(
+        ([
+          view,
+          label,
+        ]) => html`<a key=${view} href=${link(view, place.run)} data-testid=${`tab-${view}`} aria-current=${here === view ? "page" : null}>
+        ${label}${view === "alerts" && run.summary.num_alerts > 0 && badge(run.summary.num_alerts, "bad")}</a>`,
+      )}</nav>`
+    }`;
 }
 
 function progress(summary) {
@@ -43,9 +51,12 @@ function progress(summary) {
 /** Does the page follow the run? */
 function marker(now, togglePause) {
   const lost = LOST[now.connection];
-  if (lost) return html`<span key="live" class="live lost" data-testid="live" role="status">${lost}</span>`;
-  if (ENDED.has(now.run?.summary.status)) return html`<span key="live" class="live" data-testid="live" role="status">Ended</span>`;
-  const waiting = now.isPaused && now.numMissed ? `, ${count(now.numMissed, "change")} waiting` : "";
+  if (lost)
+    return html`<span key="live" class="live lost" data-testid="live" role="status">${lost}</span>`;
+  if (ENDED.has(now.run?.summary.status))
+    return html`<span key="live" class="live" data-testid="live" role="status">Ended</span>`;
+  const waiting =
+    now.isPaused && now.numMissed ? `, ${count(now.numMissed, "change")} waiting` : "";
   return html`<button key="live" type="button" class=${now.isPaused ? "live paused" : "live on"} data-testid="live" onclick=${togglePause}
     aria-pressed=${!now.isPaused} title=${now.isPaused ? "Follow the run again" : "Stop following the run"}>
     <span class="mark" aria-hidden="true">${now.isPaused ? "❚❚" : "●"}</span>${now.isPaused ? `Paused${waiting}` : "Live"}</button>`;
@@ -65,9 +76,12 @@ export function banners(now) {
 
 function bad({ summary, has_groups }) {
   const since = html`<time title=${clock(summary.updated_s)}>${ago(summary.updated_s)}</time>`;
-  const said = summary.last_error && html`<span class="said" data-testid="last-error">${visible(summary.last_error)}</span>`;
+  const said =
+    summary.last_error &&
+    html`<span class="said" data-testid="last-error">${visible(summary.last_error)}</span>`;
   const options = { id: "banner", role: "alert" };
-  if (summary.status === "failed") return banner("bad", html`<strong>The run failed </strong>${since}. ${said}`, options);
+  if (summary.status === "failed")
+    return banner("bad", html`<strong>The run failed </strong>${since}. ${said}`, options);
   if (summary.status !== "silent") return null;
   const hint = has_groups && "The ledger shows what it was waiting for. ";
   const what = html`<strong>Nothing was written since </strong>${since}: the process was killed, or it is stuck. ${hint}${said}`;

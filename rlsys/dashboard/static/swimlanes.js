@@ -73,18 +73,40 @@ export class Swimlanes extends Component {
       ${fold("Data", this.#shares(), { id: "data-lanes" })}</section>`;
   }
 
-  #activities() { return [...new Set(this.answer.lanes.flatMap((lane) => lane.spans.map((span) => span.activity)))].sort(); }
+  #activities() {
+    return [
+      ...new Set(this.answer.lanes.flatMap((lane) => lane.spans.map((span) => span.activity))),
+    ].sort();
+  }
 
   #buttons() {
-    const button = (id, label, title, to, isOff) => html`<button key=${id} type="button" title=${title} aria-label=${title} disabled=${isOff}
+    const button = (
+      id,
+      label,
+      title,
+      to,
+      isOff,
+    ) => html`<button key=${id} type="button" title=${title} aria-label=${title} disabled=${isOff}
       data-testid=${`lanes-${id}`} onclick=${() => this.#go(to())}>${label}</button>`;
     const { from, to } = this.window;
     const isWhole = to - from >= this.run.to - this.run.from - 0.001;
     return [
       button("in", "+", "Zoom in (+)", () => zoomed(this.window, 2, this.run)),
       button("out", "−", "Zoom out (-)", () => zoomed(this.window, 0.5, this.run), isWhole),
-      button("left", "‹", "Earlier (arrow left)", () => panned(this.window, -0.5, this.run), from <= this.run.from),
-      button("right", "›", "Later (arrow right)", () => panned(this.window, 0.5, this.run), to >= this.run.to),
+      button(
+        "left",
+        "‹",
+        "Earlier (arrow left)",
+        () => panned(this.window, -0.5, this.run),
+        from <= this.run.from,
+      ),
+      button(
+        "right",
+        "›",
+        "Later (arrow right)",
+        () => panned(this.window, 0.5, this.run),
+        to >= this.run.to,
+      ),
       button("whole", "Whole run", "Show the whole run (Home)", () => this.run, isWhole),
       html`<button key="newest" type="button" onclick=${() => this.#go(null)} aria-pressed=${this.isFollowing} data-testid="lanes-newest"
         title="Show the last 10 minutes and follow the run (End)">Newest</button>`,
@@ -92,11 +114,15 @@ export class Swimlanes extends Component {
     ];
   }
 
-  #since(moment) { return sinceBegin(moment - this.run.from, (this.window.to - this.window.from) / 20); }
+  #since(moment) {
+    return sinceBegin(moment - this.run.from, (this.window.to - this.window.from) / 20);
+  }
 
   #row(lane) {
     const paths = pathsOf(lane.spans, this.window, this.width, HEIGHT);
-    const what = Object.entries(lane.by_activity).map(([activity, share]) => `${activity} ${percent(share)}`).join(", ");
+    const what = Object.entries(lane.by_activity)
+      .map(([activity, share]) => `${activity} ${percent(share)}`)
+      .join(", ");
     return html`<div key=${lane.worker} class="lane" data-testid="lane" data-worker=${lane.worker}>
       <div class="lane-name" title=${what}>${lane.worker}<span class="muted num">${percent(lane.busy_share)}</span></div>
       <svg class="lane-bar" viewBox=${`0 0 ${this.width} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label=${`${lane.worker}: ${what}`}>
@@ -105,26 +131,44 @@ export class Swimlanes extends Component {
   }
 
   #axis() {
-    const ticks = ticksOf(this.window, this.run.from, Math.max(Math.floor(this.width / 90), 2)).filter(({ share }) => share < 1 - TICK_PX / this.width);
+    const ticks = ticksOf(
+      this.window,
+      this.run.from,
+      Math.max(Math.floor(this.width / 90), 2),
+    ).filter(({ share }) => share < 1 - TICK_PX / this.width);
     return html`<div key=" axis" class="lane axis" aria-hidden="true"><div class="lane-name muted"><span>worker</span><span>busy</span></div>
       <div class="ticks">${ticks.map(({ share, label }) => html`<span key=${label} style=${{ left: `${100 * share}%` }}>${label}</span>`)}</div></div>`;
   }
 
   #shares() {
-    const share = (activity) => (lane) => (activity in lane.by_activity ? percent(lane.by_activity[activity]) : "");
+    const share = (activity) => (lane) =>
+      activity in lane.by_activity ? percent(lane.by_activity[activity]) : "";
     const columns = [
       { label: "Worker", isHead: true, cell: (lane) => lane.worker },
-      { label: "Busy (share of the time shown)", isNumber: true, cell: (lane) => percent(lane.busy_share) },
-      ...[...this.#activities(), "idle"].map((activity) => ({ label: activity, isNumber: true, title: shapeOf(activity).help, cell: share(activity) })),
+      {
+        label: "Busy (share of the time shown)",
+        isNumber: true,
+        cell: (lane) => percent(lane.busy_share),
+      },
+      ...[...this.#activities(), "idle"].map((activity) => ({
+        label: activity,
+        isNumber: true,
+        title: shapeOf(activity).help,
+        cell: share(activity),
+      })),
     ];
     return html`<${Table} columns=${columns} rows=${this.answer.lanes} id="lane-shares" keyOf=${(lane) => lane.worker} />`;
   }
 
   #onKey(event) {
     const moves = {
-      ArrowLeft: () => panned(this.window, -0.25, this.run), ArrowRight: () => panned(this.window, 0.25, this.run),
-      "+": () => zoomed(this.window, 2, this.run), "=": () => zoomed(this.window, 2, this.run),
-      "-": () => zoomed(this.window, 0.5, this.run), Home: () => this.run, End: () => null,
+      ArrowLeft: () => panned(this.window, -0.25, this.run),
+      ArrowRight: () => panned(this.window, 0.25, this.run),
+      "+": () => zoomed(this.window, 2, this.run),
+      "=": () => zoomed(this.window, 2, this.run),
+      "-": () => zoomed(this.window, 0.5, this.run),
+      Home: () => this.run,
+      End: () => null,
     };
     if (!(event.key in moves) || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
@@ -144,7 +188,8 @@ export class Swimlanes extends Component {
   }
 
   #onMove(event) {
-    if (this.begin !== null && event.pointerType === "mouse") this.#drawBand(this.begin, this.#share(event));
+    if (this.begin !== null && event.pointerType === "mouse")
+      this.#drawBand(this.begin, this.#share(event));
     else this.#tell(event);
   }
 
@@ -152,28 +197,41 @@ export class Swimlanes extends Component {
     const begin = this.begin;
     this.#drop();
     if (begin === null) return;
-    const to = event.pointerType === "mouse" && dragged(this.window, begin, this.#share(event), this.run);
+    const to =
+      event.pointerType === "mouse" && dragged(this.window, begin, this.#share(event), this.run);
     if (to) this.#go(to);
     else this.#tell(event);
   }
 
-  #drop() { this.begin = null; this.setState({ band: null }); }
+  #drop() {
+    this.begin = null;
+    this.setState({ band: null });
+  }
 
   #drawBand(a, b) {
     const area = this.area.current;
     const bar = area.querySelector(".lane-bar, .ticks").getBoundingClientRect();
     const left = bar.left - area.getBoundingClientRect().left + Math.min(a, b) * bar.width;
-    this.setState({ band: { top: `${area.scrollTop}px`, left: `${left}px`, width: `${Math.abs(a - b) * bar.width}px` } });
+    this.setState({
+      band: {
+        top: `${area.scrollTop}px`,
+        left: `${left}px`,
+        width: `${Math.abs(a - b) * bar.width}px`,
+      },
+    });
   }
 
   #tell(event) {
-    const row = document.elementFromPoint(event.clientX, event.clientY)?.closest(".lane[data-worker]");
+    const row = document
+      .elementFromPoint(event.clientX, event.clientY)
+      ?.closest(".lane[data-worker]");
     const lane = row && this.answer.lanes.find((one) => one.worker === row.dataset.worker);
     if (!lane) return this.setState({ said: HINT });
     const length = this.window.to - this.window.from;
     const moment = this.window.from + this.#share(event) * length;
     const span = spanAt(lane.spans, moment, (2 * length) / this.width);
-    const what = span ? `${span.activity} from ${this.#since(span.start_s)} to ${this.#since(span.end_s)} (${duration(span.end_s - span.start_s)})`
+    const what = span
+      ? `${span.activity} from ${this.#since(span.start_s)} to ${this.#since(span.end_s)} (${duration(span.end_s - span.start_s)})`
       : `idle at ${this.#since(moment)}`;
     this.setState({ said: `${lane.worker}: ${what}` });
   }

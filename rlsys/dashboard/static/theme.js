@@ -17,7 +17,9 @@ export function themeButton(redraw) {
 }
 
 /** Call `redraw` when colours changed, until `signal` is aborted: a canvas does not follow by itself. */
-export function onTheme(redraw, signal) { changed.addEventListener("change", redraw, { signal }); }
+export function onTheme(redraw, signal) {
+  changed.addEventListener("change", redraw, { signal });
+}
 
 /** What a colour of `theme.css` is now, for a canvas: `colour("--accent")`. */
 export function colour(name) {
@@ -42,6 +44,11 @@ function apply() {
   else document.documentElement.dataset.theme = theme;
 }
 
-function tell() { changed.dispatchEvent(new Event("change")); }
+function tell() {
+  changed.dispatchEvent(new Event("change"));
+}
 
-function stored() { const value = localStorage.getItem(KEY); return value in NEXT ? value : "auto"; }
+function stored() {
+  const value = localStorage.getItem(KEY);
+  return value in NEXT ? value : "auto";
+}

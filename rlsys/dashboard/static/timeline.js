@@ -12,7 +12,8 @@ const WIDTH = 1000;
 /** The timeline of an EpisodeAnswer; nothing if none was recorded. */
 export function timeline({ timeline: spans, trajectories, seconds }) {
   if (!spans.length) return null;
-  const whole = Math.max(seconds ?? 0, ...spans.map(({ start_s, seconds: took }) => start_s + took)) || 1;
+  const whole =
+    Math.max(seconds ?? 0, ...spans.map(({ start_s, seconds: took }) => start_s + took)) || 1;
   const rows = [...new Set(spans.map(({ trajectory }) => trajectory))].sort((a, b) => a - b);
   const nameOf = ({ kind, name }) => name || kind;
   const kinds = [...new Set(spans.map(({ kind }) => kind))];
@@ -22,7 +23,11 @@ export function timeline({ timeline: spans, trajectories, seconds }) {
       style=${{ fill: `var(${KIND[kind] ?? "--c7"})` }}><title>${nameOf(span)}: ${duration(took)} from ${sinceBegin(start_s, 0.1)}</title></rect>`;
   };
   const columns = [
-    { label: "Agent", isHead: true, cell: ({ trajectory }) => trajectories[trajectory]?.agent ?? String(trajectory) },
+    {
+      label: "Agent",
+      isHead: true,
+      cell: ({ trajectory }) => trajectories[trajectory]?.agent ?? String(trajectory),
+    },
     { label: "What", cell: nameOf },
     { label: "From", isNumber: true, cell: ({ start_s }) => sinceBegin(start_s, 0.1) },
     { label: "Took", isNumber: true, cell: ({ seconds: took }) => duration(took) },

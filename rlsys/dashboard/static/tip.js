@@ -15,7 +15,10 @@ export function tokenTip() {
   return {
     element,
     show(range, turn, token) {
-      update(element, html`<code>${quoted(turn.pieces[token])}</code><dl>${known(turn, token)}</dl>`);
+      update(
+        element,
+        html`<code>${quoted(turn.pieces[token])}</code><dl>${known(turn, token)}</dl>`,
+      );
       element.hidden = false;
       CSS.highlights?.set(LOOKED_AT, new Highlight(range));
       put(element, range.getClientRects()[0]);
@@ -34,13 +37,18 @@ function quoted(piece) {
 
 function known(turn, token) {
   const readings = READINGS.filter((reading) => reading.column && turn[reading.column].length);
-  return readings.map((reading) => html`<div><dt>${reading.label}</dt><dd>${inWords(reading, turn[reading.column][token])}</dd></div>`);
+  return readings.map(
+    (reading) =>
+      html`<div><dt>${reading.label}</dt><dd>${inWords(reading, turn[reading.column][token])}</dd></div>`,
+  );
 }
 
 function inWords(reading, value) {
-  if (value === null || value === undefined) return reading.key === "advantage" ? "none: not trained" : NONE;
+  if (value === null || value === undefined)
+    return reading.key === "advantage" ? "none: not trained" : NONE;
   if (reading.key === "mask") return value.replace("_", " ");
-  if (reading.key === "logprob") return `${number(value)} nats (${(Math.exp(value) * 100).toPrecision(3)} %)`;
+  if (reading.key === "logprob")
+    return `${number(value)} nats (${(Math.exp(value) * 100).toPrecision(3)} %)`;
   return reading.unit ? `${number(value)} ${reading.unit}` : number(value);
 }
 

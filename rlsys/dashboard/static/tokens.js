@@ -6,29 +6,80 @@
  */
 
 /** Characters that would not be seen, or would turn the text around them: controls, and marks of direction. */
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
 
 /** What tokens can be coloured by: the column of a turn, its unit, its meaning, and how values are sorted into bins. */
 export const READINGS = [
   { key: "none", label: "nothing", column: null, unit: "", help: "The text alone." },
-  { key: "logprob", label: "logprob", column: "logprobs", unit: "nats", help: "Log-probability under the sampler: the darker, the more surprising.",
-    scale: { kind: "rising", edges: [-5, -2.3, -1, -0.5, -0.1, -0.01], isReversed: true } },
-  { key: "ratio", label: "ratio", column: "ratios", unit: "", help: "Probability under the trainer over that under the sampler, a factor: 1 where they agree.",
-    scale: { kind: "around", edges: [0.5, 0.8, 0.95, 1.05, 1.25, 2] } },
-  { key: "advantage", label: "advantage", column: "advantages", unit: "", help: "What training pushes for (positive) or against (negative).",
-    scale: { kind: "around", shares: [-2 / 3, -1 / 3, -0.02, 0.02, 1 / 3, 2 / 3] } },
-  { key: "entropy", label: "entropy", column: "entropies", unit: "nats", help: "Of the next-token distribution before the step: the darker, the less sure.",
-    scale: { kind: "rising", edges: [0.01, 0.1, 0.5, 1, 1.5, 2.5] } },
-  { key: "mask", label: "mask", column: "masks", unit: "", help: "Did the token train?",
-    scale: { kind: "named", names: { trained: "trained", left_out: "left out: no advantage, clipped, or masked by a correction", context: "context: not of the policy" } } },
-  { key: "version", label: "version", column: "versions", unit: "", help: "Weights that sampled the token, in steps behind them.", scale: { kind: "each" } },
+  {
+    key: "logprob",
+    label: "logprob",
+    column: "logprobs",
+    unit: "nats",
+    help: "Log-probability under the sampler: the darker, the more surprising.",
+    scale: { kind: "rising", edges: [-5, -2.3, -1, -0.5, -0.1, -0.01], isReversed: true },
+  },
+  {
+    key: "ratio",
+    label: "ratio",
+    column: "ratios",
+    unit: "",
+    help: "Probability under the trainer over that under the sampler, a factor: 1 where they agree.",
+    scale: { kind: "around", edges: [0.5, 0.8, 0.95, 1.05, 1.25, 2] },
+  },
+  {
+    key: "advantage",
+    label: "advantage",
+    column: "advantages",
+    unit: "",
+    help: "What training pushes for (positive) or against (negative).",
+    scale: { kind: "around", shares: [-2 / 3, -1 / 3, -0.02, 0.02, 1 / 3, 2 / 3] },
+  },
+  {
+    key: "entropy",
+    label: "entropy",
+    column: "entropies",
+    unit: "nats",
+    help: "Of the next-token distribution before the step: the darker, the less sure.",
+    scale: { kind: "rising", edges: [0.01, 0.1, 0.5, 1, 1.5, 2.5] },
+  },
+  {
+    key: "mask",
+    label: "mask",
+    column: "masks",
+    unit: "",
+    help: "Did the token train?",
+    scale: {
+      kind: "named",
+      names: {
+        trained: "trained",
+        left_out: "left out: no advantage, clipped, or masked by a correction",
+        context: "context: not of the policy",
+      },
+    },
+  },
+  {
+    key: "version",
+    label: "version",
+    column: "versions",
+    unit: "",
+    help: "Weights that sampled the token, in steps behind them.",
+    scale: { kind: "each" },
+  },
 ];
 
 /** The reading of a key; colouring by nothing where there is none of that key. */
-export function readingOf(key) { return READINGS.find((reading) => reading.key === key) ?? READINGS[0]; }
+export function readingOf(key) {
+  return READINGS.find((reading) => reading.key === key) ?? READINGS[0];
+}
 
 /** Is a reading known for any token of these turns? */
-export function isRecorded(reading, turns) { return !reading.column || turns.some((turn) => turn[reading.column].some((value) => value !== null)); }
+export function isRecorded(reading, turns) {
+  return (
+    !reading.column || turns.some((turn) => turn[reading.column].some((value) => value !== null))
+  );
+}
 
 /**
  * The bins of a reading for an episode: `bins`, each with its CSS class, its label and the number of its tokens, and `binOf(value)`, an index of
@@ -59,12 +110,17 @@ function scaleOfValues(reading, values) {
     className: `tok-${scale.kind}-${scale.isReversed ? numBins - 1 - bin : bin}`,
     label: labelOf(edges, bin),
   }));
-  return { bins, binOf: (value) => (isNumber(value) ? edges.filter((edge) => value >= edge).length : -1) };
+  return {
+    bins,
+    binOf: (value) => (isNumber(value) ? edges.filter((edge) => value >= edge).length : -1),
+  };
 }
 
 /** Edges at shares of the largest size among the values, rounded to two digits, so that the legend can be read. */
 function edgesFor(shares, values) {
-  const largest = values.reduce((most, value) => (isNumber(value) ? Math.max(most, Math.abs(value)) : most), 0) || 1;
+  const largest =
+    values.reduce((most, value) => (isNumber(value) ? Math.max(most, Math.abs(value)) : most), 0) ||
+    1;
   return shares.map((share) => Number((share * largest).toPrecision(2)));
 }
 
@@ -76,7 +132,10 @@ function labelOf(edges, bin) {
 
 function namedScale(names) {
   const keys = Object.keys(names);
-  const bins = keys.map((key) => ({ className: `tok-mask-${key.replace("_", "-")}`, label: names[key] }));
+  const bins = keys.map((key) => ({
+    className: `tok-mask-${key.replace("_", "-")}`,
+    label: names[key],
+  }));
   return { bins, binOf: (value) => keys.indexOf(value) };
 }
 
@@ -84,11 +143,16 @@ function namedScale(names) {
 function eachScale(values) {
   const all = [...new Set(values.filter(isNumber))].sort((a, b) => a - b);
   const indices = new Map(all.map((value, index) => [value, index]));
-  const bins = all.map((value, index) => ({ className: `tok-each-${index % 8}`, label: `version ${value}` }));
+  const bins = all.map((value, index) => ({
+    className: `tok-each-${index % 8}`,
+    label: `version ${value}`,
+  }));
   return { bins, binOf: (value) => indices.get(value) ?? -1 };
 }
 
-function isNumber(value) { return typeof value === "number" && Number.isFinite(value); }
+function isNumber(value) {
+  return typeof value === "number" && Number.isFinite(value);
+}
 
 /** Neighbouring tokens of one bin joined: `[{ bin, start, end, text }]`, tokens `start` up to `end`. Columns may be empty; then all is one run of bin -1. */
 export function runsOf(shown, values, binOf) {
@@ -109,7 +173,9 @@ export function runsOf(shown, values, binOf) {
 /** Where each token begins in the text shown, in UTF-16 units as the page counts them; one entry more, the end. */
 export function offsetsOf(shown) {
   const offsets = new Uint32Array(shown.length + 1);
-  shown.forEach((text, index) => { offsets[index + 1] = offsets[index] + text.length; });
+  shown.forEach((text, index) => {
+    offsets[index + 1] = offsets[index] + text.length;
+  });
   return offsets;
 }
 
@@ -130,7 +196,9 @@ export function visible(text) {
   return text.replace(HIDDEN, (character) => {
     const code = character.codePointAt(0);
     if (code === 0x7f) return "\u2421";
-    return code < 0x20 ? String.fromCodePoint(0x2400 + code) : `[U+${code.toString(16).toUpperCase().padStart(4, "0")}]`;
+    return code < 0x20
+      ? String.fromCodePoint(0x2400 + code)
+      : `[U+${code.toString(16).toUpperCase().padStart(4, "0")}]`;
   });
 }
 

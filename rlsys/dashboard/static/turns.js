@@ -8,7 +8,9 @@ import { html } from "./html.js";
 import { LongText, message } from "./prompts.js";
 
 /** All turns of one agent. `options`: `reading` and `scale` that colour its tokens, and `tip`, see `colouring.js`. */
-export function conversation(trajectory, options) { return trajectory.turns.map((turn, index) => oneTurn(trajectory, turn, index, options)); }
+export function conversation(trajectory, options) {
+  return trajectory.turns.map((turn, index) => oneTurn(trajectory, turn, index, options));
+}
 
 function oneTurn(trajectory, turn, index, options) {
   const label = `Turn ${index + 1} of ${trajectory.agent}`;
@@ -18,8 +20,10 @@ function oneTurn(trajectory, turn, index, options) {
       <div class="role">${trajectory.agent}<span class="muted"> · ${facts(turn, index)}</span> ${turn.finish === "length" && badge("cut off at the token limit", "warn")}</div>
       <${TokenBox} turn=${turn} label=${label} ...${options} />
     </div>
-    ${turn.tool_calls.map((call, place) => html`<div class="call" key=${`call-${place}`} data-testid="tool-call">
-      <div class="role">calls a tool</div><${LongText} text=${callInWords(call)} /></div>`)}
+    ${turn.tool_calls.map(
+      (call, place) => html`<div class="call" key=${`call-${place}`} data-testid="tool-call">
+      <div class="role">calls a tool</div><${LongText} text=${callInWords(call)} /></div>`,
+    )}
   </section>`;
 }
 
@@ -31,5 +35,7 @@ function facts(turn, index) {
     versions.length === 1 && `version ${versions[0]}`,
     versions.length > 1 && `versions ${Math.min(...versions)} to ${Math.max(...versions)}`,
     turn.finish && turn.finish !== "stop" && turn.finish !== "length" && `ended by ${turn.finish}`,
-  ].filter(Boolean).join(" · ");
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }

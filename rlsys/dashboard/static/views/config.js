@@ -12,19 +12,38 @@ export async function render(root, _place, { run }) {
 
   function draw() {
     const lines = shown.config.split("\n");
-    const found = sought ? lines.filter((line) => line.toLowerCase().includes(sought.toLowerCase())) : lines;
-    const phases = Object.entries(shown.phases).map(([name, seconds]) => [name.replaceAll("_", " "), duration(seconds)]);
-    update(root, html`<div class="head" key="head"><h1 class="visually-hidden">Configuration</h1>
+    const found = sought
+      ? lines.filter((line) => line.toLowerCase().includes(sought.toLowerCase()))
+      : lines;
+    const phases = Object.entries(shown.phases).map(([name, seconds]) => [
+      name.replaceAll("_", " "),
+      duration(seconds),
+    ]);
+    update(
+      root,
+      html`<div class="head" key="head"><h1 class="visually-hidden">Configuration</h1>
         ${filterField({ label: "Show lines with", title: "Search the configuration", value: sought, seek })}
         <${CopyButton} label="Copy" text=${() => shown.config} id="copy-config" /></div>
-      ${shown.config
-        ? html`<pre key="config" data-testid="config" tabindex="0">${found.join("\n") || "No line matches."}</pre>`
-        : empty("The run folder has no config.resolved.yaml.", "It is written when a run starts; this folder may hold a part of a run only.")}
-      ${facts("Folder", [["", shown.folder]])}${facts("Engines", Object.entries(shown.engines))}${facts("Start-up", phases)}`);
+      ${
+        shown.config
+          ? html`<pre key="config" data-testid="config" tabindex="0">${found.join("\n") || "No line matches."}</pre>`
+          : empty(
+              "The run folder has no config.resolved.yaml.",
+              "It is written when a run starts; this folder may hold a part of a run only.",
+            )
+      }
+      ${facts("Folder", [["", shown.folder]])}${facts("Engines", Object.entries(shown.engines))}${facts("Start-up", phases)}`,
+    );
   }
-  function seek(text) { sought = text; draw(); }
+  function seek(text) {
+    sought = text;
+    draw();
+  }
   draw();
-  return async (now) => { shown = now; draw(); };
+  return async (now) => {
+    shown = now;
+    draw();
+  };
 }
 
 function facts(heading, values) {

@@ -17,13 +17,21 @@ export const title = "Episode";
 
 export async function render(root, place, { signal, run }) {
   const { query } = place;
-  const asked = { step: query.get("step"), group_id: query.get("group_id"), episode: query.get("episode") ?? 0, dataset: query.get("dataset") };
+  const asked = {
+    step: query.get("step"),
+    group_id: query.get("group_id"),
+    episode: query.get("episode") ?? 0,
+    dataset: query.get("dataset"),
+  };
   const answer = await get("episode", { run: place.run, ...asked }, signal);
   const shown = { agent: Number(query.get("agent") ?? 0), by: query.get("by") ?? "logprob" };
   if (!answer.trajectories[shown.agent]) shown.agent = 0;
   const tip = tokenTip();
   document.body.append(tip.element);
-  signal.addEventListener("abort", () => { tip.hide(); tip.element.remove(); });
+  signal.addEventListener("abort", () => {
+    tip.hide();
+    tip.element.remove();
+  });
   const turns = answer.trajectories.flatMap((trajectory) => trajectory.turns);
   const isTree = answer.trajectories.length > 1;
   const change = (changes) => {
@@ -37,22 +45,35 @@ export async function render(root, place, { signal, run }) {
     const scale = scaleOf(reading, turns);
     const trajectory = answer.trajectories[shown.agent];
     tip.hide();
-    update(root, html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, false)}${timeline(answer)}
+    update(
+      root,
+      html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, false)}${timeline(answer)}
       <div class=${isTree ? "talk-and-tree" : null}>
         ${isTree && html`<div class="side"><h2>Agents</h2>${agentTree(answer.trajectories, shown.agent, (agent) => change({ agent }))}</div>`}
         <div class="talk"><div class="colours">
-            ${readingPicker(reading.key, (one) => isRecorded(one, turns), (by) => change({ by }))}
+            ${readingPicker(
+              reading.key,
+              (one) => isRecorded(one, turns),
+              (by) => change({ by }),
+            )}
             ${wanted === reading ? legend(reading, scale) : notRecorded(wanted)}</div>
           ${words(answer, trajectory)}
-          <div class="turns" key=${shown.agent}>${conversation(trajectory, { reading, scale, tip })}</div></div></div>`);
+          <div class="turns" key=${shown.agent}>${conversation(trajectory, { reading, scale, tip })}</div></div></div>`,
+    );
   }
   draw();
 }
 
 function head(run, answer, dataset) {
   const group = { step: answer.step, group_id: answer.group_id, dataset };
-  const to = (episode) => (episode >= 0 && episode < answer.num_episodes ? rollout(run.summary.id, { ...group, episode }) : null);
-  const all = answer.num_episodes === 1 ? "Its group" : `All ${count(answer.num_episodes, "episode")} side by side`;
+  const to = (episode) =>
+    episode >= 0 && episode < answer.num_episodes
+      ? rollout(run.summary.id, { ...group, episode })
+      : null;
+  const all =
+    answer.num_episodes === 1
+      ? "Its group"
+      : `All ${count(answer.num_episodes, "episode")} side by side`;
   return html`<div class="head"><h1 data-testid="title">Episode ${answer.episode} of ${taskName(run, answer.task_id)}</h1><span class="space"></span>
     <nav class="tools" aria-label="Episodes of the group">
       <a class="button" href=${rollout(run.summary.id, group)} data-testid="to-group">${all}</a>
@@ -68,14 +89,19 @@ function facts(answer, dataset) {
       ${answer.seconds !== null && figure("Took", duration(answer.seconds))}
       ${dataset ? figure("Evaluation", `${dataset}, step ${answer.step}`) : figure("Trained by step", number(answer.step))}</dl>
     <div class="tools replay"><${CopyButton} label="Copy as JSON" text=${() => JSON.stringify(answer, null, 2)} id="copy-json" />
-      ${answer.replay && html`<${CopyButton} label="Copy replay command" text=${answer.replay} id="copy-replay" />
-        <code data-testid="replay" title="Computes its step again, offline, bit for bit">${answer.replay}</code>`}</div>`;
+      ${
+        answer.replay &&
+        html`<${CopyButton} label="Copy replay command" text=${answer.replay} id="copy-replay" />
+        <code data-testid="replay" title="Computes its step again, offline, bit for bit">${answer.replay}</code>`
+      }</div>`;
 }
 
 /** What all tokens of an agent were worth, or why there is no such number. */
 function advantage(trajectory) {
   if (trajectory.advantage !== null) return number(trajectory.advantage);
-  const isPerToken = trajectory.turns.some((turn) => turn.advantages.some((value) => value !== null));
+  const isPerToken = trajectory.turns.some((turn) =>
+    turn.advantages.some((value) => value !== null),
+  );
   return isPerToken ? "one per token" : "none: not trained";
 }
 

@@ -12,7 +12,14 @@ export const title = "Evaluations";
 
 export async function render(root, place, context) {
   const [dataset, step] = [place.query.get("dataset"), place.query.get("step")];
-  return tableView(root, place, context, dataset !== null && step !== null ? samplesOf(place.run, dataset, step) : evaluationsOf(place.run, context.signal));
+  return tableView(
+    root,
+    place,
+    context,
+    dataset !== null && step !== null
+      ? samplesOf(place.run, dataset, step)
+      : evaluationsOf(place.run, context.signal),
+  );
 }
 
 function samplesOf(run, dataset, step) {
@@ -20,8 +27,14 @@ function samplesOf(run, dataset, step) {
     table: "samples",
     noun: "sample",
     fixed: () => `${condition("dataset", dataset)} and step = ${step}`,
-    usual: { order: "task, episode", show: "task, episode, reward, outcome, reason, length, turns, seconds, answer" },
-    head: (_, answer) => html`<div key="head" class="head"><h1 data-testid="title">${dataset}, step ${step}</h1><span class="muted">${count(answer?.num_rows ?? 0, "sample")}</span>
+    usual: {
+      order: "task, episode",
+      show: "task, episode, reward, outcome, reason, length, turns, seconds, answer",
+    },
+    head: (
+      _,
+      answer,
+    ) => html`<div key="head" class="head"><h1 data-testid="title">${dataset}, step ${step}</h1><span class="muted">${count(answer?.num_rows ?? 0, "sample")}</span>
       <span class="space"></span><a class="button" href=${link("evaluations", run)}>All evaluations</a></div>`,
   };
 }
@@ -29,26 +42,42 @@ function samplesOf(run, dataset, step) {
 function evaluationsOf(run, signal) {
   let known = new Map();
   const of = ({ dataset, step }) => known.get(`${dataset} ${step}`);
-  const samples = (name) => (value, row) => of(row)?.has_samples ? html`<a href=${link("evaluations", run, { dataset: row.dataset, step: row.step })} data-row=${name === "step"} data-testid="evaluation-link">${value}</a>` : value;
+  const samples = (name) => (value, row) =>
+    of(row)?.has_samples
+      ? html`<a href=${link("evaluations", run, { dataset: row.dataset, step: row.step })} data-row=${name === "step"} data-testid="evaluation-link">${value}</a>`
+      : value;
   return {
     table: "evaluations",
     noun: "evaluation",
-    cells: { step: samples("step"), dataset: samples("dataset"), mean: (mean, row) => scored({ mean, failed_frac: row.failed_frac ?? of(row)?.scores.failed_frac }) },
+    cells: {
+      step: samples("step"),
+      dataset: samples("dataset"),
+      mean: (mean, row) =>
+        scored({ mean, failed_frac: row.failed_frac ?? of(row)?.scores.failed_frac }),
+    },
     after: [
       { label: "took", isNumber: true, cell: (row) => duration(of(row)?.seconds) },
-      { label: "why samples failed", isText: true, cell: (row) => reasons(run, row, of(row)?.failures ?? {}) },
+      {
+        label: "why samples failed",
+        isText: true,
+        cell: (row) => reasons(run, row, of(row)?.failures ?? {}),
+      },
     ],
     load: async () => {
       const { evaluations } = await get("evaluations", { run }, signal);
       known = new Map(evaluations.map((one) => [`${one.dataset} ${one.step}`, one]));
     },
-    none: () => empty("No evaluation is done yet.", "Set eval.data and eval.every in the configuration."),
+    none: () =>
+      empty("No evaluation is done yet.", "Set eval.data and eval.every in the configuration."),
   };
 }
 
 /** Each count leads to the samples that failed so. */
 function reasons(run, { dataset, step }, failures) {
   const all = Object.entries(failures).sort(([, a], [, b]) => b - a);
-  const samples = (reason) => link("evaluations", run, { dataset, step, filter: condition("reason", reason) });
-  return all.length ? html`<ul class="reasons">${all.map(([reason, num]) => html`<li><a href=${samples(reason)}>${badge(number(num), "bad")}</a> ${reason}</li>`)}</ul>` : null;
+  const samples = (reason) =>
+    link("evaluations", run, { dataset, step, filter: condition("reason", reason) });
+  return all.length
+    ? html`<ul class="reasons">${all.map(([reason, num]) => html`<li><a href=${samples(reason)}>${badge(number(num), "bad")}</a> ${reason}</li>`)}</ul>`
+    : null;
 }

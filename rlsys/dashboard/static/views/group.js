@@ -1,7 +1,15 @@
 /** One group: the episodes of one task side by side. */
 
 import { get } from "../api.js";
-import { badge, banner, figure, neighbour, outcomeBadge, rollout, taskName } from "../components.js";
+import {
+  badge,
+  banner,
+  figure,
+  neighbour,
+  outcomeBadge,
+  rollout,
+  taskName,
+} from "../components.js";
 import { NONE, count, duration, number } from "../format.js";
 import { html, update } from "../html.js";
 import { barMark, scaleOf } from "../marks.js";
@@ -13,21 +21,31 @@ export const title = "Group";
 const MOST_NAMES = 6;
 
 export async function render(root, place, { signal, run }) {
-  const asked = { step: place.query.get("step"), group_id: place.query.get("group_id"), dataset: place.query.get("dataset") };
+  const asked = {
+    step: place.query.get("step"),
+    group_id: place.query.get("group_id"),
+    dataset: place.query.get("dataset"),
+  };
   const answer = await get("group", { run: place.run, ...asked }, signal);
   const scales = {
     rewards: scaleOf(answer.episodes.map((episode) => episode.reward)),
     advantages: scaleOf(answer.episodes.map((episode) => episode.advantage)),
   };
-  update(root, html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, true)}
+  update(
+    root,
+    html`${head(run, answer, asked.dataset)}${facts(answer, asked.dataset)}${taskBox(answer, true)}
     <h2>${count(answer.episodes.length, "episode")} side by side</h2>
-    <div class="episodes" data-testid="episodes">${answer.episodes.map((episode) => card(place.run, asked, episode, scales))}</div>`);
+    <div class="episodes" data-testid="episodes">${answer.episodes.map((episode) => card(place.run, asked, episode, scales))}</div>`,
+  );
 }
 
 function head(run, answer, dataset) {
   const id = run.summary.id;
-  const to = (group_id) => (group_id === null ? null : rollout(id, { step: answer.step, group_id, dataset }));
-  const up = dataset ? link("evaluations", id, { dataset, step: answer.step }) : link("groups", id, { step: answer.step });
+  const to = (group_id) =>
+    group_id === null ? null : rollout(id, { step: answer.step, group_id, dataset });
+  const up = dataset
+    ? link("evaluations", id, { dataset, step: answer.step })
+    : link("groups", id, { step: answer.step });
   return html`<div class="head"><h1 data-testid="title">Group ${answer.group_id}: ${taskName(run, answer.task_id)}</h1>
     ${answer.is_zero_std && badge("equal rewards", "warn", "It teaches nothing to who compares")}<span class="space"></span>
     <nav class="tools" aria-label="Groups of the step"><a class="button" href=${up} data-testid="to-step">${dataset} Step ${answer.step}</a>
@@ -35,10 +53,15 @@ function head(run, answer, dataset) {
 }
 
 function facts(answer, dataset) {
-  const rewards = answer.episodes.map((episode) => episode.reward).filter((reward) => reward !== null);
-  const mean = rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null;
+  const rewards = answer.episodes
+    .map((episode) => episode.reward)
+    .filter((reward) => reward !== null);
+  const mean = rewards.length
+    ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length
+    : null;
   const numFailed = answer.episodes.filter((episode) => episode.outcome === "failed").length;
-  const equal = "All rewards of this group are equal. An algorithm that compares the episodes of a group learns nothing from it.";
+  const equal =
+    "All rewards of this group are equal. An algorithm that compares the episodes of a group learns nothing from it.";
   return html`<dl class="figures">${figure("Mean reward", number(mean), { id: "reward-mean" })}
       ${figure("Lowest to highest", rewards.length ? `${number(Math.min(...rewards))} to ${number(Math.max(...rewards))}` : NONE)}
       ${figure("Failed", number(numFailed), { note: "left out of the mean", title: "A failure is never a reward of 0" })}
@@ -71,6 +94,11 @@ function summary({ num_tokens, num_turns, seconds, num_tool_calls, agents, versi
     seconds !== null && duration(seconds),
     num_tool_calls > 0 && count(num_tool_calls, "tool call"),
     agents.length > 1 && `${count(agents.length, "agent")}: ${names}`,
-    versions && (versions[0] === versions[1] ? `version ${versions[0]}` : `versions ${versions[0]} to ${versions[1]}`),
-  ].filter(Boolean).join(" · ");
+    versions &&
+      (versions[0] === versions[1]
+        ? `version ${versions[0]}`
+        : `versions ${versions[0]} to ${versions[1]}`),
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }

@@ -21,18 +21,33 @@ export async function render(root, place, context) {
   return tableView(root, place, context, {
     table: "pending",
     noun: "group",
-    usual: { order: "is_overdue desc, age_s desc", show: "task_id, is_overdue, state, worker, age_s, state_s, num_attempts, last_reason, group_id" },
-    labels: { task_id: "task", is_overdue: "overdue", age_s: "age", state_s: "in this state", num_attempts: "attempts", last_reason: "issued again because", group_id: "group" },
+    usual: {
+      order: "is_overdue desc, age_s desc",
+      show: "task_id, is_overdue, state, worker, age_s, state_s, num_attempts, last_reason, group_id",
+    },
+    labels: {
+      task_id: "task",
+      is_overdue: "overdue",
+      age_s: "age",
+      state_s: "in this state",
+      num_attempts: "attempts",
+      last_reason: "issued again because",
+      group_id: "group",
+    },
     cells: {
-      task_id: (task) => html`<a href=${link("task", place.run, { task })} data-row data-testid="task-link">${task}</a>`,
+      task_id: (task) =>
+        html`<a href=${link("task", place.run, { task })} data-row data-testid="task-link">${task}</a>`,
       is_overdue: (is) => (is ? badge("overdue", "bad", "Far longer than others take") : ""),
       group_id: String,
     },
     rowClass: ({ is_overdue }) => (is_overdue ? "overdue" : null),
-    load: async () => { answer = await get("ledger", { run: place.run }, context.signal); },
+    load: async () => {
+      answer = await get("ledger", { run: place.run }, context.signal);
+    },
     head: () => html`<div key="head" class="head"><h1 data-testid="title">Ledger</h1></div>
       ${sums(answer)}${verdict(answer)}<h2 key="pending">Pending groups</h2>`,
-    foot: () => html`<section key="dropped"><h2>Dropped groups</h2>${droppedTable(place.run, answer)}</section>`,
+    foot: () =>
+      html`<section key="dropped"><h2>Dropped groups</h2>${droppedTable(place.run, answer)}</section>`,
     none: (run) => untold(run) ?? nonePending(answer),
   });
 }
@@ -60,18 +75,34 @@ function verdict(answer) {
 }
 
 function nonePending(answer) {
-  const why = answer.num_issued ? "all that were issued are trained or dropped" : "groups appear here once the first is issued";
+  const why = answer.num_issued
+    ? "all that were issued are trained or dropped"
+    : "groups appear here once the first is issued";
   return html`<p class="muted" data-testid="none-pending">No group is pending: ${why}.</p>`;
 }
 
 function droppedTable(run, answer) {
   const rows = Object.entries(answer.dropped).sort(([, a], [, b]) => b - a);
-  if (!rows.length) return html`<p class="muted" data-testid="none-dropped">No group was dropped.</p>`;
-  const which = (reason) => link("tables", run, { table: "logs", filter: `kind = 'group_dropped' and text like '%): ${reason}%'` });
+  if (!rows.length)
+    return html`<p class="muted" data-testid="none-dropped">No group was dropped.</p>`;
+  const which = (reason) =>
+    link("tables", run, {
+      table: "logs",
+      filter: `kind = 'group_dropped' and text like '%): ${reason}%'`,
+    });
   const columns = [
-    { label: "Reason", isHead: true, cell: ([reason]) => html`<a href=${which(reason)} data-row title="Which groups, and why">${reason}</a>` },
+    {
+      label: "Reason",
+      isHead: true,
+      cell: ([reason]) =>
+        html`<a href=${which(reason)} data-row title="Which groups, and why">${reason}</a>`,
+    },
     { label: "Groups", isNumber: true, cell: ([, num]) => number(num) },
-    { label: "Share of issued", isNumber: true, cell: ([, num]) => percent(num / Math.max(answer.num_issued, 1)) },
+    {
+      label: "Share of issued",
+      isNumber: true,
+      cell: ([, num]) => percent(num / Math.max(answer.num_issued, 1)),
+    },
     { label: "It means", cell: ([reason]) => MEANINGS[reason] ?? "" },
   ];
   return html`<${Table} columns=${columns} rows=${rows} id="dropped" keyOf=${([reason]) => reason} />`;

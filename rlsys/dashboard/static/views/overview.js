@@ -36,7 +36,15 @@ export async function render(root, { run: id, query }, { signal, run }) {
       isExplained && ask("failures"),
     ]);
     if (!isNewest()) return;
-    told = { x, alerts, bottleneck, metrics, failures, series, ...chartsOf(series, alerts, chosen) };
+    told = {
+      x,
+      alerts,
+      bottleneck,
+      metrics,
+      failures,
+      series,
+      ...chartsOf(series, alerts, chosen),
+    };
     draw();
   }
 
@@ -44,14 +52,21 @@ export async function render(root, { run: id, query }, { signal, run }) {
     const { alerts, bottleneck, metrics, families, more, span } = told;
     const isThere = families.length > 0 || run.policies.length > 0;
     const open = alerts.filter(({ until_step }) => until_step === null);
-    const [learning, ...rest] = families[0]?.family === FAMILIES[0] ? families : [{ charts: [] }, ...families];
-    const one = (chart) => html`<${Chart} key=${chart.id} ...${chart} span=${span} choices=${choices} choose=${choose} pick=${pick} />`;
-    update(root, html`<h1 class="visually-hidden">Overview</h1>
+    const [learning, ...rest] =
+      families[0]?.family === FAMILIES[0] ? families : [{ charts: [] }, ...families];
+    const one = (chart) =>
+      html`<${Chart} key=${chart.id} ...${chart} span=${span} choices=${choices} choose=${choose} pick=${pick} />`;
+    update(
+      root,
+      html`<h1 class="visually-hidden">Overview</h1>
       ${policyOf(run.summary)}
-      ${learning.charts.length > 0 && html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
+      ${
+        learning.charts.length > 0 &&
+        html`<section class="learning" key="learning" data-family="reward-and-evaluation" data-testid="family-reward-and-evaluation">
         <h2 class="visually-hidden">Reward and evaluation</h2>
         <div class="beside"><dl class="hero" data-testid="figures">${heroes(id, run.summary, told, explain)}</dl>${facts(run.summary, told)}</div>
-        <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`}
+        <div class="charts">${learning.charts.map((chart) => one({ ...chart, height: HERO_PX }))}</div></section>`
+      }
       ${!isThere && nothing(run)}
       <div key="sides" class="sides">${openAlerts(open, id)}${told.failures && failureList(id, told.failures)}${waiting(bottleneck, id)}</div>
       ${run.policies.length > 0 && policyTable(run.policies)}
@@ -59,14 +74,26 @@ export async function render(root, { run: id, query }, { signal, run }) {
       ${isThere && chartTools(choices, choose)}
       ${choices.zoom && choices.x === "step" && html`<p key="tasks" class="small"><a href=${tasksIn(id, choices.zoom)}>Tasks that lost most between these steps</a></p>`}
       ${told.x !== choices.x && html`<p class="muted small" key="no-x">This run does not record what x should count: charts are over steps.</p>`}
-      <div key="families" class="families">${rest.map(({ family, slug, charts }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}
-        style=${{ "--num": charts.length }}><h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`)}</div>
-      ${metrics.length > 0 && html`<section key="all" data-testid="all-metrics"><h2 id="all-metrics">All metrics</h2>
+      <div key="families" class="families">${rest.map(
+        ({
+          family,
+          slug,
+          charts,
+        }) => html`<section key=${slug} data-family=${slug} data-testid=${`family-${slug}`}
+        style=${{ "--num": charts.length }}><h2>${family.heading}</h2><div class="charts">${charts.map(one)}</div></section>`,
+      )}</div>
+      ${
+        metrics.length > 0 &&
+        html`<section key="all" data-testid="all-metrics"><h2 id="all-metrics">All metrics</h2>
         <div class="charts">${more.map(one)}</div>
-        ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`}`);
+        ${metricList(metrics, { chosen, sought, isWhole, choose: chart, seek, unfold })}</section>`
+      }`,
+    );
   }
 
-  function noted() { note(link("overview", id, { metric: [...chosen], ...paramsOf(choices) })); }
+  function noted() {
+    note(link("overview", id, { metric: [...chosen], ...paramsOf(choices) }));
+  }
   function choose(changes) {
     choices = { ...choices, ...changes };
     noted();
@@ -78,14 +105,30 @@ export async function render(root, { run: id, query }, { signal, run }) {
     noted();
     return refresh();
   }
-  function explain() { isExplained = !isExplained; return refresh(); }
-  function pick(step) { go(link("groups", id, { step })); }
-  function seek(text) { sought = text; draw(); }
-  function unfold() { isWhole = true; draw(); }
+  function explain() {
+    isExplained = !isExplained;
+    return refresh();
+  }
+  function pick(step) {
+    go(link("groups", id, { step }));
+  }
+  function seek(text) {
+    sought = text;
+    draw();
+  }
+  function unfold() {
+    isWhole = true;
+    draw();
+  }
 
   await refresh();
-  root.querySelector(`#${CSS.escape(`chart-metric-${query.get("metric")}`)}`)?.setAttribute("data-arrive", "");
-  return (now) => { run = now; return refresh(); };
+  root
+    .querySelector(`#${CSS.escape(`chart-metric-${query.get("metric")}`)}`)
+    ?.setAttribute("data-arrive", "");
+  return (now) => {
+    run = now;
+    return refresh();
+  };
 }
 
 /** All charts of an answer, as props: once for each answer, because a chart looks anew at lines that are others. */
@@ -97,11 +140,15 @@ function chartsOf(series, alerts, chosen) {
   const families = FAMILIES.map((family) => ({
     family,
     slug: family.heading.toLowerCase().replaceAll(" ", "-"),
-    charts: family.charts.map((chart) => [chart, linesOf(chart, series)]).filter(([, lines]) => lines.length)
+    charts: family.charts
+      .map((chart) => [chart, linesOf(chart, series)])
+      .filter(([, lines]) => lines.length)
       .map(([chart, lines]) => chartOf(chart, lines)),
   })).filter(({ charts }) => charts.length);
   const found = [...chosen].map((name) => series.find((one) => one.name === name)).filter(Boolean);
-  const more = found.map((one) => chartOf({ id: `metric-${one.name}`, title: one.name, noun: "no unit" }, [lineOf(one)]));
+  const more = found.map((one) =>
+    chartOf({ id: `metric-${one.name}`, title: one.name, noun: "no unit" }, [lineOf(one)]),
+  );
   return { families, more, span: spanOf(series) };
 }
 
@@ -111,7 +158,12 @@ function lineOf({ name, unit, help, steps, xs, values }) {
 
 /** The tasks by what they lost in the stretch that is looked at. */
 function tasksIn(id, [from, to]) {
-  return link("tables", id, { table: "tasks", from: Math.max(Math.floor(from), 0), to: Math.ceil(to), order: "change" });
+  return link("tables", id, {
+    table: "tasks",
+    from: Math.max(Math.floor(from), 0),
+    to: Math.ceil(to),
+    order: "change",
+  });
 }
 
 /** The first and last x of any of them. */
@@ -127,7 +179,9 @@ function marksOf(lines, alerts) {
   return alerts.flatMap(({ alert, step, metric }) => {
     const line = lines.find(({ name }) => name === metric);
     const index = line ? line.steps.findLastIndex((one) => one <= step) : -1;
-    return index < 0 ? [] : [{ x: line.steps === line.xs ? step : line.xs[index], text: alert.replaceAll("_", " ") }];
+    return index < 0
+      ? []
+      : [{ x: line.steps === line.xs ? step : line.xs[index], text: alert.replaceAll("_", " ") }];
   });
 }
 
@@ -136,11 +190,17 @@ function heroes(id, summary, { series, failures }, explain) {
   const find = (name) => series.find((one) => one.name === name);
   const last = (name) => find(name)?.values.findLast((value) => value !== null) ?? null;
   const first = find("reward/mean")?.values.find((value) => value !== null);
-  const failed = (share) => share > 0 && html`<span class="bad-text">${percent(share)} failed</span>`;
+  const failed = (share) =>
+    share > 0 && html`<span class="bad-text">${percent(share)} failed</span>`;
   const lost = failed(last("reward/failed_frac"));
-  const reward = summary.reward !== null && html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
-    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && html`began at ${number(first)}<br />${bestOf(find("reward/mean"))}`}${lost && html`<button type="button"
-      class="why" aria-expanded=${Boolean(failures)} title="Why episodes failed" data-testid="why-failed" onclick=${explain}>${lost}</button>`}</small></dd></div>`;
+  const reward =
+    summary.reward !== null &&
+    html`<div class="figure" key="reward" data-testid="figure-reward" title="Mean of the last 20 steps">
+    <dt>Reward</dt><dd>${number(summary.reward)}<small>${first !== undefined && html`began at ${number(first)}<br />${bestOf(find("reward/mean"))}`}${
+      lost &&
+      html`<button type="button"
+      class="why" aria-expanded=${Boolean(failures)} title="Why episodes failed" data-testid="why-failed" onclick=${explain}>${lost}</button>`
+    }</small></dd></div>`;
   const evaluations = series.filter(({ name }) => /^eval\/.+\/mean$/.test(name));
   return [
     reward,
@@ -161,7 +221,10 @@ function bestOf({ values, steps }) {
 
 /** What else is worth knowing, small. */
 function facts(summary, { series }) {
-  const speed = series.find(({ name }) => name === "perf/tokens_per_s")?.values.findLast((value) => value !== null) ?? null;
+  const speed =
+    series
+      .find(({ name }) => name === "perf/tokens_per_s")
+      ?.values.findLast((value) => value !== null) ?? null;
   return html`<dl class="figures small-figures" key="facts">
     ${summary.step_s !== null && figure("Step time", duration(summary.step_s), { title: "Median of the last 20 steps" })}
     ${speed !== null && figure("Speed", number(speed), { note: "tokens/s" })}
@@ -188,7 +251,9 @@ function policyOf({ id }) {
 
 function nothing(run) {
   const phase = Object.keys(run.phases).at(-1);
-  const come = phase ? `Start-up has come to ${phase.replaceAll("_", " ")}; the log shows more.` : "The log shows what the run has done so far.";
+  const come = phase
+    ? `Start-up has come to ${phase.replaceAll("_", " ")}; the log shows more.`
+    : "The log shows what the run has done so far.";
   return html`<div key="nothing">${empty("No step is done yet.", come)}</div>`;
 }
 
@@ -202,11 +267,20 @@ function waiting(bottleneck, id) {
 
 /** Why episodes of training failed, each count with the way to its episodes. */
 function failureList(id, { failures, num_failed, num_episodes }) {
-  const episodes = ({ reason, num_episodes: num }) => html`<a href=${link("tables", id, { table: "episodes", filter: condition("reason", reason) })} data-row>${number(num)}</a>`;
+  const episodes = ({ reason, num_episodes: num }) =>
+    html`<a href=${link("tables", id, { table: "episodes", filter: condition("reason", reason) })} data-row>${number(num)}</a>`;
   const columns = [
     { label: "Episodes", isNumber: true, cell: episodes },
-    { label: "Why", isText: true, cell: ({ reason }) => html`<span class="said">${visible(reason)}</span>` },
-    { label: "Last", cell: ({ last_s, last_task_id }) => html`<a href=${link("task", id, { task: last_task_id })} title=${date(last_s)}>${last_task_id}</a>` },
+    {
+      label: "Why",
+      isText: true,
+      cell: ({ reason }) => html`<span class="said">${visible(reason)}</span>`,
+    },
+    {
+      label: "Last",
+      cell: ({ last_s, last_task_id }) =>
+        html`<a href=${link("task", id, { task: last_task_id })} title=${date(last_s)}>${last_task_id}</a>`,
+    },
   ];
   const untold = html`<p class="muted">The events do not tell why; <a href=${link("tables", id, { table: "episodes", filter: "failed" })}>the failed episodes</a> do.</p>`;
   return html`<section key="failures" data-testid="failures"><h2>Why ${num_failed ? `${number(num_failed)} of ${number(num_episodes)} ` : ""}episodes failed</h2>

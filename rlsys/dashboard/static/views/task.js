@@ -19,10 +19,18 @@ export async function render(root, place, context) {
   const task = place.query.get("task") ?? "";
   let answer = null;
   return tableView(root, place, context, {
-    ...groupCells(() => answer.points, { state: (state, { reason }) => html`${badge(state.replace("_", " "), KIND[state])} ${reason}` }),
-    fixed: () => `group_id in (${answer.points.slice(-MOST).map(({ group_id }) => group_id).join(", ")})`,
+    ...groupCells(() => answer.points, {
+      state: (state, { reason }) => html`${badge(state.replace("_", " "), KIND[state])} ${reason}`,
+    }),
+    fixed: () =>
+      `group_id in (${answer.points
+        .slice(-MOST)
+        .map(({ group_id }) => group_id)
+        .join(", ")})`,
     usual: { show: "group_id, step, state, reason, reward, reward_min, episodes, length" },
-    load: async () => { answer = await get("task", { run: place.run, task }, context.signal); },
+    load: async () => {
+      answer = await get("task", { run: place.run, task }, context.signal);
+    },
     head: () => html`${head(place.run, answer)}${charts(place.run, answer)}`,
     none: () => empty("This task was not rolled out yet.", "It appears here with its first group."),
   });
@@ -30,12 +38,26 @@ export async function render(root, place, context) {
 
 function charts(run, { points }) {
   const trained = byStep(points);
-  const line = (label, field, kind) => ({ label, kind, xs: trained.map(({ step }) => step), ys: trained.map((point) => point[field]), colour: "--c1", dash: [] });
-  const rewards = [line("lowest", "reward_min", "band"), line("highest", "reward_max", "band"), line("mean", "reward_mean", "line")];
+  const line = (label, field, kind) => ({
+    label,
+    kind,
+    xs: trained.map(({ step }) => step),
+    ys: trained.map((point) => point[field]),
+    colour: "--c1",
+    dash: [],
+  });
+  const rewards = [
+    line("lowest", "reward_min", "band"),
+    line("highest", "reward_max", "band"),
+    line("mean", "reward_mean", "line"),
+  ];
   const pick = (step) => go(link("groups", run, { step }));
-  return trained.length > 0 && html`<h2 key="h-charts" class="visually-hidden">Over the steps</h2><div key="charts" class="charts">
+  return (
+    trained.length > 0 &&
+    html`<h2 key="h-charts" class="visually-hidden">Over the steps</h2><div key="charts" class="charts">
     <${Chart} id="task-reward" title="Reward" noun="reward" help=${REWARD} lines=${rewards} pick=${pick} />
-    <${Chart} id="task-length" title="Length" unit="tokens" help="Tokens sampled in an episode, mean" lines=${[line("mean", "length_mean", "line")]} pick=${pick} /></div>`;
+    <${Chart} id="task-length" title="Length" unit="tokens" help="Tokens sampled in an episode, mean" lines=${[line("mean", "length_mean", "line")]} pick=${pick} /></div>`
+  );
 }
 
 /**
