@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 SEMAPHORES = "rlsys-"
 """Begin of the names of semaphores in a local cluster."""
 TOO_SLOW = "timed out during startup"
-"""In Ray's error if its processes need more than 30 seconds, as they may on a busy machine. Ray has no option for it."""
+"""In Ray's error if its processes need more than 30 seconds, as on a busy machine. Ray has no option for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
     one. Only processes on this machine that have its token can reach a new cluster.
 
-    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in two tries,
-    or /dev/shm is full.
+    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in two
+    tries, or /dev/shm is full.
     """
     if ray.is_initialized():
         return Cluster(is_ours=False)
