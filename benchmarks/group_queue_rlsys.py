@@ -92,7 +92,7 @@ async def _drive(load: Load, streams: list[CallStream], consumer: Remote[Consume
                 queue.score(in_flight, done)
                 queue.offer(in_flight)
 
-    producers = [asyncio.create_task(produce()) for _ in range(queue.capacity)]
+    producers = [asyncio.create_task(produce()) for _ in range(queue.bound.capacity)]
     group_ids, taken_s = [], []
     for version in range(load.groups // load.at_once):
         rows = await queue.take(version)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlsys.data.task_source import TaskSource
+from rlsys.loop.admission import StalenessBound
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup, Permit
 from rlsys.loop.task_ledger import Ledger
 from rlsys.testing import tasks
@@ -86,8 +87,10 @@ def queue_of(
     version: int = 0,
     num_groups: int = 100,
     num_tasks: int = 5,
+    synchronous_until: int = 0,
     **options: Any,
 ) -> GroupQueue:
     """A queue over tasks that are drawn with seed 3, two episodes a group."""
     ledger = Ledger(TaskSource(tasks(num_tasks), seed=3), group_size=2, seed=3)
-    return GroupQueue(groups_per_step, max_staleness, window, version, num_groups, ledger, **options)
+    bound = StalenessBound(groups_per_step, max_staleness, window, synchronous_until)
+    return GroupQueue(bound, version, num_groups, ledger, **options)

@@ -11,7 +11,7 @@ from rlsys.algorithm import version_after
 from rlsys.config import Config
 from rlsys.contracts import Rewards, Rollouts, Workers
 from rlsys.data.task_source import Tasks
-from rlsys.loop.admission import Admission
+from rlsys.loop.admission import Admission, StalenessBound
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.curation import Curation
@@ -130,16 +130,19 @@ def shape_of(config: Config) -> BatchShape:
 def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, progress: Progress) -> GroupQueue:
     algorithm, stabilizer, steps = config.algorithm, config.stabilizer, config.run.steps
     num_synchronous = stabilizer.synchronous_steps if stabilizer else 0
+    bound = StalenessBound(
+        config.train.groups_per_step,
+        config.asynchrony.max_staleness,
+        config.asynchrony.window,
+        version_after(algorithm, num_synchronous, start=0, end=steps),
+    )
     return GroupQueue(
-        groups_per_step=config.train.groups_per_step,
-        max_staleness=config.asynchrony.max_staleness,
-        window=config.asynchrony.window,
+        bound,
         version=0,
         num_groups=steps * config.train.groups_per_step,
         ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curation(config.curation, events)),
         signals=frozenset(algorithm.signals & workers.annotators.keys()),
         annotated_from=State.SCORED if config.curation.stored_successes else State.ROLLED_OUT,
-        synchronous_until=version_after(algorithm, num_synchronous, start=0, end=steps),
         admission=Admission(config.train.groups_per_step, config.permits) if config.asynchrony.is_adaptive else None,
         events=events,
         progress=progress,

@@ -10,21 +10,8 @@ Columns arrive one by one: an annotator takes rolled-out groups while others are
 that have all their columns, oldest first (TransferQueue, arXiv:2507.01663). Columns for an attempt that is over are
 refused and counted. An operation costs O(log n) for n groups in flight, `oldest_in_time` O(n).
 
-With P groups a step, S = max_staleness and window W there are B = (S + 1) * P permits, and
-
-    staleness  <=  (B + W - 2) // P          (exactly S for W = 1)
-
-provided a group starts on weights no older than its permit. Proof for W = 1: groups are taken in order of group ids.
-When the step of version v takes a group, at most B - 1 older groups held permits when that group was admitted. Those
-are at most S full steps plus the other P - 1 groups of its step. A lost group gives its permit back and keeps its
-place. It is reissued before any new group is issued, so each older group still holds a permit. With a window, each
-place by which finished groups may overtake adds one group, hence W - 1; without a limit, permits give no bound.
-
-Until the version `synchronous_until` is published only P of the permits exist. Each step then takes all groups in
-flight, and all were admitted at its version: staleness is 0 for any window. That version releases the other permits, as
-if the run began there, so the same bound holds from there.
-
-`take` checks the bound again on the versions of tokens. Its `stale` drop counter should read 0.
+The number of permits bounds the staleness, see `StalenessBound`. `take` checks it again on the versions of tokens. Its
+`stale` drop counter should read 0.
 """
 
 from __future__ import annotations
@@ -39,7 +26,7 @@ from enum import Enum
 from math import inf
 
 from rlsys.algorithm import Signal
-from rlsys.loop.admission import Admission
+from rlsys.loop.admission import Admission, StalenessBound
 from rlsys.loop.task_ledger import Ledger, LedgerState
 from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, group_rolled_out, group_scored
 from rlsys.types import Assignment, Busy, Group, GroupKey, PolicyVersion, Ref, Task
@@ -129,9 +116,7 @@ class Permit:
 class GroupQueue:
     """Groups in flight, in order of group ids. Used only in the driver's event loop; not thread-safe."""
 
-    groups_per_step: int
-    max_staleness: int
-    window: int
+    bound: StalenessBound
     version: PolicyVersion
     """Version of the newest published weights; `release` advances it."""
     num_groups: int
@@ -142,10 +127,8 @@ class GroupQueue:
     """Columns the learner needs besides episodes and rewards, each added by an annotator."""
     annotated_from: State = State.ROLLED_OUT
     """State in which annotators can take a group: SCORED if its episodes may change until then."""
-    synchronous_until: PolicyVersion = 0
-    """Before this version, at most one step of groups is in flight."""
     admission: Admission | None = None
-    """Adapts the number of permits, below `capacity`; None: always all of them."""
+    """Adapts the number of permits, below that of `bound`; None: always all of them."""
     events: Events = field(default_factory=Events)
     progress: Progress = field(default_factory=Progress)
     """Advances with every transition that results from work done."""
@@ -160,35 +143,14 @@ class GroupQueue:
         self._arrivals = {consumer: asyncio.Event() for consumer in (LEARNER, *self.signals)}
         self._start_over(self.version, self.num_groups)
 
-    @property
-    def capacity(self) -> int:
-        """Maximum number of permits: (max_staleness + 1) * groups_per_step."""
-        return (self.max_staleness + 1) * self.groups_per_step
-
     def permits_at(self, version: PolicyVersion) -> int:
         """Return the number of permits while `version` is the newest, as of now."""
-        if version < self.synchronous_until:
-            return self.groups_per_step
-        return self.admission.permits if self.admission else self.capacity
-
-    @property
-    def staleness_bound(self) -> int:
-        """Maximum staleness of any trained token, in versions."""
-        return (self.capacity + self.window - 2) // self.groups_per_step
-
-    def bound_at(self, version: PolicyVersion) -> int:
-        """Return the maximum staleness of tokens trained by the step of `version`."""
-        return 0 if version < self.synchronous_until else self.staleness_bound
+        most = self.bound.permits_at(version)
+        return min(most, self.admission.permits) if self.admission else most
 
     def oldest_in_time(self, group_id: int) -> PolicyVersion:
         """Return the oldest version allowed for tokens of this group in flight, whenever the learner takes it."""
-        return self.oldest_at(sum(other < group_id for other in self.groups), self.version)
-
-    def oldest_at(self, place: int, version: PolicyVersion) -> PolicyVersion:
-        """Return the same for a group with `place` older groups before it from `version` on. As many younger groups as
-        the window allows may overtake it."""
-        num_before = place if version < self.synchronous_until else place + self.window - 1
-        return version + num_before // self.groups_per_step - self.bound_at(version)
+        return self.bound.oldest_at(sum(other < group_id for other in self.groups), self.version)
 
     # ------------------------------------------------------------------------------------------------ what is in flight
 
@@ -450,24 +412,23 @@ class GroupQueue:
         """Take the groups of the learner's next step, oldest first.
 
         Waits for a group with all its columns, less than `window` group ids past the oldest in flight. Unblocked by
-        producers and annotators handing in columns, and by drops. A group with a token more than `staleness_bound`
-        versions behind `version` is dropped as `stale`. Before `synchronous_until` that bound is 0.
-        Puts back what it took if it is cancelled.
+        producers and annotators handing in columns, and by drops. A group with a token more versions behind
+        `version` than `bound` allows is dropped as `stale`. Puts back what it took if it is cancelled.
         """
-        if self.admission and version >= self.synchronous_until:
+        if self.admission and version >= self.bound.synchronous_until:
             self.admission.observe(self._num_takeable(), sum(self._queued.values()))
             self._admit(self.permits_at(version) - self.num_permits)
         self._queued.clear()
         taken: list[InFlightGroup] = []
         try:
-            while len(taken) < self.groups_per_step:
+            while len(taken) < self.bound.groups_per_step:
                 group = self._next(LEARNER)
-                if group is None or group.group_id >= self._oldest() + self.window:
+                if group is None or group.group_id >= self._oldest() + self.bound.window:
                     await self._arrival(LEARNER)
                     continue
                 self._enter(group, State.TAKEN)
                 oldest = group.group.oldest_version
-                if version - oldest > self.bound_at(version):
+                if version - oldest > self.bound.at(version):
                     self.drop(group, "stale", f"tokens of version {oldest} are older than the staleness bound allows")
                 else:
                     taken.append(group)
@@ -481,7 +442,7 @@ class GroupQueue:
         is_lacking = (n for n, g in self.groups.items() if g.state not in (State.READY, State.TAKEN))
         first_lacking = min(is_lacking, default=inf)
         ready = (n for n, group in self.groups.items() if group.state is State.READY)
-        return sum(n < first_lacking + self.window for n in ready)
+        return sum(n < first_lacking + self.bound.window for n in ready)
 
     def put_back(self, consumer: str, groups: Iterable[InFlightGroup]) -> None:
         """Return groups to a consumer, which can take them again. Attempts that are over are skipped."""

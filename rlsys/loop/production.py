@@ -40,7 +40,7 @@ class Production:
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return one loop of `produce` for each permit, and one of `annotate` for each column."""
-        producers = [self.produce() for _ in range(self.queue.capacity)]
+        producers = [self.produce() for _ in range(self.queue.bound.capacity)]
         return [*producers, *(self.annotate(signal) for signal in sorted(self.queue.signals))]
 
     async def produce(self) -> None:

@@ -46,7 +46,7 @@ class Recovery:
     _trouble: WorkerError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._num_synchronous = self.queue.synchronous_until
+        self._num_synchronous = self.queue.bound.synchronous_until
         self._troubled = asyncio.Event()
 
     @property
@@ -130,12 +130,12 @@ class Recovery:
         """Go on from `state` as `version`; the next `num_synchronous` steps are synchronous. `groups` are finished."""
         queue = self.queue
         self.position.num_lost = state.num_lost + version - state.version
-        queue.synchronous_until = version + num_synchronous
-        num_groups = max(0, self.end - version) * queue.groups_per_step
+        queue.bound.synchronous_until = version + num_synchronous
+        num_groups = max(0, self.end - version) * queue.bound.groups_per_step
         room = min(queue.permits_at(version), num_groups)
         places = {group_id: place for place, group_id in enumerate(state.ledger.pending) if place < room}
         finished = [group for group in groups if group.group_id in places]
-        finished = [g for g in finished if g.oldest_version >= queue.oldest_at(places[g.group_id], version)]
+        finished = [g for g in finished if g.oldest_version >= queue.bound.oldest_at(places[g.group_id], version)]
         for note in queue.restore(state.ledger, version, num_groups, finished):
             self.events.emit(DataChanged(note))
         self.learner.past = state.past

@@ -233,7 +233,7 @@ def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: GroupQueu
         **{f"async/staleness/{name}": count / total for name, count in by_bucket.items()},
         "async/staleness_mean": mean_staleness(groups, version),
         "async/staleness_max": max((s for s, _ in tokens), default=0),
-        "async/target_staleness": queue.permits_at(queue.version) / queue.groups_per_step - 1,
+        "async/target_staleness": queue.permits_at(queue.version) / queue.bound.groups_per_step - 1,
         "async/dropped": queue.dropped.total(),
         "async/dropped_stale": queue.dropped["stale"],
         "async/reissued": queue.num_reissued,

@@ -185,7 +185,7 @@ class Simulation:
             moved_groups=(last.num_moved - first.num_moved) / num_steps,
             staleness={str(versions): behind[versions] / num_tokens for versions in sorted(behind)},
             staleness_max=max(behind),
-            staleness_bound=self.driver.queue.staleness_bound,
+            staleness_bound=self.driver.queue.bound.versions,
             dropped=last.num_dropped,
             wall_s=wall_s,
         )

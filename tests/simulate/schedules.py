@@ -121,7 +121,7 @@ def sessions_of(seed: int) -> tuple[list[Session], Mapping[str, Any]]:
 def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcome:
     """What the sessions of one run came to."""
     world, driver, witness = sessions[-1]
-    num_groups = driver.queue.groups_per_step * STEPS
+    num_groups = driver.queue.bound.groups_per_step * STEPS
     trained = [group_id for world, _, _ in sessions for group_id in world.trained_group_ids]
     dropped = [group_id for _, _, told in sessions[:-1] for group_id, _ in told.lasting_drops()]
     dropped += [group_id for group_id, _ in witness.dropped]
@@ -133,8 +133,8 @@ def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcom
     curations = [driver.queue.ledger.curation for _, driver, _ in sessions]
     synchronous = sorted(each for world, _, _ in sessions for each in world.staleness_by_version.items())
     return Outcome(
-        max_staleness=driver.queue.max_staleness,
-        bound=driver.queue.staleness_bound,
+        max_staleness=driver.queue.bound.max_staleness,
+        bound=driver.queue.bound.versions,
         staleness=max(staleness for world, _, _ in sessions for staleness in world.staleness),
         num_stale=sum(driver.queue.dropped["stale"] for _, driver, _ in sessions),
         num_reissued=sum(driver.queue.num_reissued for _, driver, _ in sessions),
@@ -271,10 +271,10 @@ class Witness:
 
     def count_permits(self) -> None:
         queue = self.driver.queue
-        num_groups = (self.driver.end - queue.version) * queue.groups_per_step
+        num_groups = (self.driver.end - queue.version) * queue.bound.groups_per_step
         least, most = (
             queue.permits_at(queue.version),
-            queue.capacity,
+            queue.bound.capacity,
         )  # after the number fell, there are more for a while
         if not min(least, num_groups) <= queue.num_permits <= min(most, num_groups):
             self.wrong_counts.append(queue.num_permits)

@@ -279,7 +279,7 @@ def test_stored_successes_stay_within_the_staleness_bound(seed, max_staleness, w
     )
     with TemporaryDirectory() as folder:
         driver, _, _ = replaced(world, Path(folder), max_staleness=max_staleness, window=window, max_attempts=9)
-    assert max(world.staleness) <= driver.queue.staleness_bound
+    assert max(world.staleness) <= driver.queue.bound.versions
     assert driver.queue.dropped == {}
     assert world.consumed.total() == 60
     assert sorted(world.trained_group_ids) == list(range(60))

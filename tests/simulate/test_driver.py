@@ -66,10 +66,10 @@ def test_no_trained_token_is_staler_than_the_bound(seed, max_staleness, groups_p
             world, Path(folder), steps=12, groups_per_step=groups_per_step, max_staleness=max_staleness, window=window
         )
         assert run_virtual(driver.run(0)) == 12
-    assert max(world.staleness) <= driver.queue.staleness_bound
+    assert max(world.staleness) <= driver.queue.bound.versions
     assert driver.queue.dropped["stale"] == 0
     if window == 1:
-        assert driver.queue.staleness_bound == max_staleness
+        assert driver.queue.bound.versions == max_staleness
 
 
 def test_the_bound_is_reached_so_it_is_not_loose(tmp_path):
@@ -167,7 +167,7 @@ def test_lost_payloads_are_reissued_and_the_same_tasks_consumed(seed, losses, ma
 
     (world, driver), (undisturbed, _) = run(losses), run({})
     assert world.consumed == undisturbed.consumed
-    assert max(world.staleness) <= driver.queue.staleness_bound
+    assert max(world.staleness) <= driver.queue.bound.versions
     assert not driver.queue.dropped
 
 

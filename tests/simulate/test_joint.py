@@ -42,7 +42,7 @@ def test_each_policy_trains_every_group_once_within_its_bound(seed: int):
         assert issued >= set(trained), "drops before a resume or a rollback may not happen again"
         assert not last.queue.ledger.open
         behind = [s for session in sessions for s in session.worlds[policy].staleness]
-        assert max(behind) <= last.queue.staleness_bound
+        assert max(behind) <= last.queue.bound.versions
         assert not any(reason == "stale" for session in sessions for _, reason in session.diaries[policy].dropped)
 
 

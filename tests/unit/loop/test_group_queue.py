@@ -258,7 +258,7 @@ async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choice
         assert list(queue.ledger.state().pending) == list(queue.groups)
         assert queue.num_finished == sum(one.state is State.READY for one in queue.groups.values())
         num_twice = sum(permit.group.is_offered for _, permit in held)
-        assert queue.num_permits - num_twice == queue.capacity
+        assert queue.num_permits - num_twice == queue.bound.capacity
     for stack, _ in held:
         await stack.aclose()
 
@@ -320,7 +320,7 @@ def test_groups_in_the_pipe_never_exceed_the_permits():
     queue = queue_of(2, max_staleness=1)
 
     async def scenario(producers: Producers) -> None:
-        assert len(producers.admitted) == queue.capacity == 4
+        assert len(producers.admitted) == queue.bound.capacity == 4
         await producers.finish(0, 1)
         await taken(queue)
         await settled()
@@ -539,7 +539,7 @@ def test_a_group_is_in_time_if_taken_within_the_bound(window, place, version, is
     group is of version 5 from there on, and of version 3 before."""
     queue = queue_of(2, max_staleness=2, window=window, synchronous_until=5)
     one = group(9, versions=(5 if version >= 5 else 3,))
-    assert (one.oldest_version >= queue.oldest_at(place, version)) == is_in_time
+    assert (one.oldest_version >= queue.bound.oldest_at(place, version)) == is_in_time
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -638,7 +638,7 @@ async def test_a_group_put_back_comes_next_unless_reissued():
     queue.reissue(groups[1], "")
     queue.put_back(LEARNER, groups)
     assert queue.num_finished == 2
-    queue.groups_per_step = 2
+    queue.bound.groups_per_step = 2
     assert await taken(queue) == [0, 2]
 
 
@@ -810,7 +810,7 @@ async def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
     assert not lose(first), "the next attempt is being trained"
     queue.release(groups, 1)
     assert not any(map(lose, (first, *groups))), "the group is trained"
-    assert (queue.num_permits, queue.dropped) == (queue.capacity, {})
+    assert (queue.num_permits, queue.dropped) == (queue.bound.capacity, {})
 
 
 @virtual
@@ -961,10 +961,10 @@ class Played:
 
     async def learn(self, queue: GroupQueue, until: int) -> None:
         for version in range(queue.version, until):
-            bound = 0 if version < queue.synchronous_until else queue.staleness_bound
+            bound = 0 if version < queue.bound.synchronous_until else queue.bound.versions
             groups = await queue.take(version)
             for one in groups:
-                assert one.group_id < self.unsettled[0] + queue.window
+                assert one.group_id < self.unsettled[0] + queue.bound.window
                 assert version - one.group.oldest_version <= bound
                 self.consumed.append(one.group_id)
             await asyncio.sleep(self.chance.random() * 3)
@@ -974,7 +974,7 @@ class Played:
 
     async def run(self, queue: GroupQueue, until: int) -> None:
         """Until version `until` is published; then whatever is being produced is cut off."""
-        producers = [asyncio.create_task(self.produce(queue)) for _ in range(queue.capacity)]
+        producers = [asyncio.create_task(self.produce(queue)) for _ in range(queue.bound.capacity)]
         await self.learn(queue, until)
         for producer in producers:
             producer.cancel()

@@ -128,7 +128,7 @@ def test_steps_are_synchronous_until_the_stabilizer_has_its_training_steps(tmp_p
 
     async def main() -> int:
         data = TaskSource(tasks(3), seed=0)
-        return build_driver(job, FakeWorld().workers(), data, Events([])).queue.synchronous_until
+        return build_driver(job, FakeWorld().workers(), data, Events([])).queue.bound.synchronous_until
 
     assert run_virtual(main()) == version
 
