@@ -1,6 +1,7 @@
 # make demo | demo-llm            do all the set-up they need, once
 # make check                      format, lint, types, imports and unit tests: before every commit
-# make test                       all that, and every other test
+# make test                       all that, and every other test but the nightly ones: before a merge, in CI
+# make nightly                    all that, and every test: variants of what others cover, benchmarks in their short form
 # make setup | setup-dev          the environment alone: to run, to develop
 # make lock                       the locks anew from requirements/*.in
 # VENV=folder, PYTHON=python3.12  where the environment goes, what makes it
@@ -11,7 +12,7 @@ PY := $(VENV)/bin/python
 UV := $(PY) requirements/uv.py
 UV_VERSION := 0.13.9
 
-.PHONY: setup setup-dev demo demo-llm check test lint types imports unit ray-and-pages all-else lock
+.PHONY: setup setup-dev demo demo-llm check test nightly lint types imports unit ray-and-pages all-else lock
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -32,11 +33,23 @@ test: setup-dev
 	@$(TOGETHER) types lint imports
 	@$(TOGETHER) ray-and-pages all-else
 
+nightly: setup-dev
+	@$(TOGETHER) types lint imports
+	@$(TOGETHER) PROFILE=nightly DAILY= ray-and-pages all-else
+
+# Examples that Hypothesis tries (tests/conftest.py), and what is left out by day.
+PROFILE := daily
+DAILY := and not nightly
+PYTEST := $(PY) -m pytest --hypothesis-profile=$(PROFILE)
+
 ray-and-pages:
-	failed=0; for mark in ray browser; do $(PY) -m pytest -m $$mark || failed=1; done; exit $$failed
+	failed=0; \
+	$(PYTEST) tests/ray tests/oracle tests/contract -m "ray $(DAILY)" || failed=1; \
+	$(PYTEST) tests/browser -m "browser $(DAILY)" || failed=1; \
+	exit $$failed
 
 all-else:
-	$(PY) -m pytest -m "not ray and not browser"
+	$(PYTEST) -m "not ray and not browser $(DAILY)"
 
 lint:
 	$(VENV)/bin/ruff check .
@@ -50,7 +63,7 @@ imports:
 	$(VENV)/bin/lint-imports
 
 unit:
-	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/unit -m "not slow"
+	$(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder tests/unit -m "not slow and not nightly"
 
 $(VENV)/.uv: Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -29,12 +29,18 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # beside other tests, workers at Ray's 15 would starve
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("daily", ANY_MACHINE, max_examples=20)
+settings.register_profile("nightly", ANY_MACHINE, max_examples=200)  # pytest --hypothesis-profile=nightly
+settings.load_profile("daily")
 
 
 FIRST = ("ray", "ranks", "benchmarks")
 """Groups of tests that take longest, in their order."""
+RAY_ROOMS = ("ray", "oracle", "contract")
+"""Folders in which `make test` looks for tests with Ray."""
+DAILY_VLLM = ("test_engine", "test_engine_weights")
+"""Suites that `make test` runs on vLLM: tokens with their logprobs, and changes of weights. All others are nightly."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +73,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
         if group == "ray":
             item.add_marker(pytest.mark.ray)
+            if item.path.relative_to(Path(__file__).parent).parts[0] not in RAY_ROOMS:
+                raise pytest.UsageError(f"{item.nodeid} runs with Ray: move it to tests/ray")
+        if item.get_closest_marker("vllm") and item.path.stem not in DAILY_VLLM:
+            item.add_marker(pytest.mark.nightly)
         if "chromium" in _fixtures_of(item):
             item.add_marker(pytest.mark.browser)
 

@@ -1,7 +1,8 @@
-"""Every benchmark in its short form, and what it says where its peer is not installed."""
+"""Every benchmark: its parser by day, its short form in `make nightly`, and its error where its peer is missing."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -106,6 +107,22 @@ def test_every_benchmark_is_here() -> None:
     assert {path.stem for path in paths if "= parser_of(" in path.read_text()} == KEYS.keys() | PEERS.keys()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_module_of_the_benchmarks_imports(path: Path) -> None:
+    importlib.import_module(f"benchmarks.{path.stem}")
+
+
+@pytest.mark.parametrize("name", sorted(KEYS.keys() | PEERS.keys()))
+def test_a_benchmark_shows_its_arguments(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert "--short" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(KEYS.keys() - {"dashboard"}))
 def test_a_short_benchmark_ends_with_its_figures(name: str, answer_of: Callable[..., Any]) -> None:
@@ -114,6 +131,7 @@ def test_a_short_benchmark_ends_with_its_figures(name: str, answer_of: Callable[
     assert figures.keys() == KEYS[name]
 
 
+@pytest.mark.nightly
 def test_the_dashboard_benchmark_measures_every_page_and_emit_cost(answer_of: Callable[..., Any]) -> None:
     measured = answer_of("dashboard", "--short")
     assert measured.keys() == KEYS["dashboard"] | {"command"}
@@ -133,6 +151,7 @@ def test_a_benchmark_without_its_peer_exits_with_a_remedy(name: str, tmp_path: P
     assert done.stderr.endswith("remedy: run this benchmark once without --short\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("play", ["group_queue:play_ray_queue", "group_queue_rlsys:play"])
 def test_the_queues_that_need_no_other_environment_do_their_loads(play: str, answer_of: Callable[..., Any]) -> None:
     taken = answer_of("measure", f"benchmarks.{play}", json.dumps([LOADS]))

@@ -181,6 +181,7 @@ def vllm(*, tied: bool, model: PreTrainedModel | None = None, **choices: Any) ->
 
 
 VLLM = pytest.mark.vllm
+NIGHTLY = pytest.mark.nightly
 OVERLAPPING = {"async_scheduling": True}
 """Arguments of a vLLM that submits a step while the one before is computed."""
 REAL = [
@@ -191,10 +192,12 @@ REAL = [
     pytest.param(
         Kit(lambda: vllm(tied=False, vllm_args=OVERLAPPING), tied=False, is_costly=True),
         id="vllm-overlapping",
-        marks=VLLM,
+        marks=[VLLM, NIGHTLY],
     ),
     pytest.param(
-        Kit(lambda: vllm(tied=True, lora=LORA), tied=True, is_costly=True, has_adapter=True), id="vllm-lora", marks=VLLM
+        Kit(lambda: vllm(tied=True, lora=LORA), tied=True, is_costly=True, has_adapter=True),
+        id="vllm-lora",
+        marks=[VLLM, NIGHTLY],
     ),
 ]
 ALL = [pytest.param(Kit(scripted, tied=None), id="scripted"), *REAL]

@@ -159,7 +159,7 @@ damages = st.builds(Random, st.integers(0, 2**32)), st.integers(1, 6)
 
 
 @given(*damages)
-@settings(max_examples=120, derandomize=True)
+@settings(derandomize=True)
 def test_a_resume_takes_a_whole_checkpoint_or_is_refused(pristine: Pristine, random: Random, num_damages: int) -> None:
     with Damaged(pristine, random, num_damages) as run:
         whole = pristine.whole_steps(run)
@@ -183,8 +183,9 @@ def test_a_resume_takes_a_whole_checkpoint_or_is_refused(pristine: Pristine, ran
         assert differing(pristine.load(checkpoint), pristine.weights[step]) == []
 
 
+@pytest.mark.nightly
 @given(*damages)
-@settings(max_examples=6, derandomize=True)
+@settings(max_examples=settings().max_examples // 4, derandomize=True)
 def test_an_export_has_the_weights_of_its_step(pristine: Pristine, random: Random, num_damages: int) -> None:
     with Damaged(pristine, random, num_damages) as run:
         whole = pristine.whole_steps(run)
@@ -198,8 +199,9 @@ def test_an_export_has_the_weights_of_its_step(pristine: Pristine, random: Rando
                 assert differing(weights, pristine.weights[int(checkpoint.name[5:])]) == []
 
 
+@pytest.mark.nightly
 @given(*damages)
-@settings(max_examples=6, derandomize=True)
+@settings(max_examples=settings().max_examples // 4, derandomize=True)
 def test_a_damaged_model_folder_is_exported_again(pristine: Pristine, random: Random, num_damages: int) -> None:
     with Damaged(pristine, random, 0) as run:
         checkpoint = run / "checkpoints" / "step_000003"
@@ -211,8 +213,9 @@ def test_a_damaged_model_folder_is_exported_again(pristine: Pristine, random: Ra
         assert differing(load_file(model / "model.safetensors"), pristine.weights[3]) == []
 
 
+@pytest.mark.nightly
 @given(*damages)
-@settings(max_examples=4, derandomize=True)
+@settings(max_examples=settings().max_examples // 4, derandomize=True)
 def test_a_replay_of_a_damaged_run_is_exact_or_refused(pristine: Pristine, random: Random, num_damages: int) -> None:
     with Damaged(pristine, random, num_damages) as run, suppress(RlsysError):
         assert replay_step(run, 3).is_equal
@@ -228,7 +231,7 @@ def fake_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.builds(Random, st.integers(0, 2**32)), st.sampled_from(["driver.json", "groups.jsonl"]))
-@settings(max_examples=300, derandomize=True)
+@settings(derandomize=True)
 def test_a_state_changed_by_hand_is_refused_in_words(fake_run: Path, random: Random, name: str) -> None:
     with TemporaryDirectory() as parent:
         folder = Path(parent) / "run"

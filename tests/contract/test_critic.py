@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -266,7 +266,6 @@ def test_equal_returns_have_no_variance_to_explain(value: float) -> None:
     assert fit([(value, 1.0), (value, 2.0), (value, 0.5)]).reduced(RankGroup())["critic/explained_variance"] == 0
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=2, max_size=30), st.data())
 def test_no_split_changes_the_fit(step: list[tuple[int, int]], data) -> None:
     cut = data.draw(st.integers(1, len(step) - 1))

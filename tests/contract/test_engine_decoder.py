@@ -94,7 +94,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 
 
 @given(arrivals=st.lists(arrivals, min_size=2, max_size=16))
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 2)
 def test_tokens_and_logprobs_do_not_depend_on_the_batch(
     bench: Bench, arrivals: list[tuple[int, Request, PolicyVersion]]
 ) -> None:
@@ -104,7 +104,7 @@ def test_tokens_and_logprobs_do_not_depend_on_the_batch(
 
 
 @given(arrivals=st.lists(arrivals, min_size=2, max_size=12), data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_request_cut_anywhere_resumes_to_the_same_completion(
     bench: Bench, arrivals: list[tuple[int, Request, PolicyVersion]], data: st.DataObject
 ) -> None:
@@ -144,7 +144,7 @@ def talk(
 
 
 @given(turns=dialogues, others=st.lists(arrivals, max_size=6), version=st.sampled_from([0, 1]))
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_dialogue_that_goes_on_from_kept_keys_is_the_one_that_computes_all(bench, turns, others, version) -> None:
     bench.decoder.forget_prefixes()
     assert talk(bench, turns, version, others, forgets=False) == talk(bench, turns, version, [], forgets=True)

@@ -15,6 +15,7 @@ from rlsys.routing.requests import Completion
 from rlsys.types import VersionSpan
 from rlsys.weight_sync.manifest import Probe, content_hash
 from tests.contract.engines import (
+    NIGHTLY,
     NUM_VOCAB,
     OVERLAPPING,
     VLLM,
@@ -174,7 +175,7 @@ def test_a_request_after_a_load_uses_only_the_new_weights(kit: Kit) -> None:
     [
         lambda: local(kv_cache="recompute"),
         lambda: vllm(tied=True, kv_cache="recompute"),
-        lambda: vllm(tied=True, kv_cache="recompute", vllm_args=OVERLAPPING),
+        pytest.param(lambda: vllm(tied=True, kv_cache="recompute", vllm_args=OVERLAPPING), marks=NIGHTLY),
     ],
 )
 def test_with_a_recomputed_cache_later_logprobs_match_the_new_weights(make: Callable[[], Engine]) -> None:

@@ -58,6 +58,7 @@ def test_data_that_cannot_be_read_is_named(keys, tmp_path):
     assert last == "rlsys: data.path: cannot read /no/such/tasks.jsonl: No such file or directory"
 
 
+@pytest.mark.nightly
 def test_a_row_without_a_prompt_is_named_with_its_line(keys, tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"prompt": "1>"}\n{"question": "2>", "answer": 3}\n')
@@ -66,12 +67,14 @@ def test_a_row_without_a_prompt_is_named_with_its_line(keys, tmp_path):
     assert f"{path}:2: no `prompt`; the row has question, answer" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_a_run_that_failed_before_its_first_step_may_restart(keys, tmp_path):
     for name in ("one.jsonl", "two.jsonl"):
         ended = command(keys, f"data.path={name}", folder=tmp_path)
         assert f"cannot read {name}" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_a_reward_function_with_a_missing_column_is_refused(keys, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text("def judge(completion, difficulty): return 0.0\n")
@@ -80,6 +83,7 @@ def test_a_reward_function_with_a_missing_column_is_refused(keys, tmp_path):
     assert "asks for difficulty, which not every row has" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_must_resume_without_a_checkpoint_is_refused_and_writes_nothing(keys, tmp_path):
     ended = command(keys, "run.resume=must", folder=tmp_path)
     assert ended.code == 1
@@ -87,6 +91,7 @@ def test_must_resume_without_a_checkpoint_is_refused_and_writes_nothing(keys, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_a_missing_model_path_is_named_by_the_command(keys, tmp_path):
     ended = command(keys, "model.path=/no/such/model", folder=tmp_path)
     assert ended.code == 2
@@ -102,6 +107,7 @@ def judge_in(folder: Path, name: str = "judge") -> str:
     return f"{path}:{name}"
 
 
+@pytest.mark.nightly
 def test_a_run_of_overlong_prompts_ends_naming_limit_and_key(model_path, tmp_path):
     path = tmp_path / "rows.jsonl"  # all but the last: a run whose prompts are all too long does not start
     path.write_text(
@@ -128,6 +134,7 @@ def test_a_failing_judge_drops_only_its_groups_with_the_reason(model_path, data_
         assert any(words in e["detail"] for e in dropped), words
 
 
+@pytest.mark.nightly
 def test_what_was_saved_before_bad_input_is_still_there(model_path, data_path, tmp_path):
     train(config_of(model_path, data_path, tmp_path, ["run.steps=2"]), progress=False)
     latest = find_latest(tmp_path / "run" / "checkpoints")

@@ -56,7 +56,10 @@ def left_of(run: int) -> list[object]:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("gcs_server", "Ray's head (gcs_server at "), ("raylet", "the raylet of this node (process ")],
+    [
+        pytest.param("gcs_server", "Ray's head (gcs_server at ", marks=pytest.mark.nightly),
+        ("raylet", "the raylet of this node (process "),
+    ],
 )
 def test_a_lost_cluster_is_named_and_the_run_resumes(
     name: str, says: str, model_path: Path, data_path: Path, tmp_path: Path

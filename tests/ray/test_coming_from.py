@@ -166,8 +166,14 @@ def row(number: int) -> dict[str, object]:
             TRL_REWARDS,
             ["accuracy_reward", "think_length_reward", "think_length_reward/mean_tokens"],
         ),
-        ("peft.json", TRL_PEFT, PEFT_REWARDS, ["digits_reward"]),
-        ("verl.yaml", VERL_GRPO, VERL_REWARDS, ["compute_score", "compute_score/acc"]),
+        pytest.param("peft.json", TRL_PEFT, PEFT_REWARDS, ["digits_reward"], marks=pytest.mark.nightly),
+        pytest.param(
+            "verl.yaml",
+            VERL_GRPO,
+            VERL_REWARDS,
+            ["compute_score", "compute_score/acc"],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_converted_configuration_trains_with_its_reward_functions(

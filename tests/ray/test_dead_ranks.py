@@ -95,6 +95,7 @@ def test_a_rank_killed_inside_a_collective_is_replaced(run: Callable[..., tuple[
     assert hash_of(recorder, back.version) == hash_of(recorder, back.restored)
 
 
+@pytest.mark.nightly
 def test_an_actor_killed_before_any_checkpoint_begins_anew(run: Callable[..., tuple[int, EventRecorder]]):
     kills = {1: partial(kill_worker, "ActorRank")}
     reached, recorder = run("young", kills, "checkpoint.every=0", "run.steps=2", "train.mesh.shard=1")

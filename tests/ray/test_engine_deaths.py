@@ -45,7 +45,7 @@ def endless(tmp_path: Path) -> Path:
     return tmp_path / "endless"
 
 
-@pytest.fixture(params=["local", "vllm", "vllm_server"])
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("vllm", "vllm_server"))])
 def engine(request: pytest.FixtureRequest, endless: Path) -> Iterator[str]:
     """The key `rollout.engine`."""
     with ExitStack() as servers:

@@ -92,6 +92,7 @@ def samples_of(run: Path, dataset: str) -> list[dict[str, Any]]:
     return json.loads(asked.stdout)["rows"]
 
 
+@pytest.mark.nightly
 def test_a_run_is_evaluated_by_a_command(history: History, data_path: Path):
     sets = ["--data", str(data_path), "--data", f"other={data_path}"]
     ended = rlsys("eval", history.job.run_dir, *sets, "--limit", "6", "--n", "2", "--temperature", "1", "--json")
@@ -140,6 +141,7 @@ def test_a_closed_terminal_saves_although_rollouts_hang(model_path: Path, data_p
     assert f"interrupted after step {job.saved}, which is saved" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_a_termination_at_start_up_ends_in_order(model_path: Path, data_path: Path, tmp_path: Path):
     job = job_in(tmp_path, model_path, data_path)
     events = job.run_dir / "events.jsonl"

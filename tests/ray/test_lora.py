@@ -65,6 +65,7 @@ def test_no_reference_worker_starts_and_the_kl_is_measured(whole_run: Path) -> N
     assert last > 1e-3
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_resumes_bit_for_bit(
     whole_run: Path, model_path: Path, data_path: Path, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
+@pytest.mark.nightly
 def test_a_step_is_replayed_bit_for_bit(whole_run: Path) -> None:
     assert replay_step(whole_run, 12).is_equal
 
@@ -92,6 +94,7 @@ def test_exports_are_a_model_and_an_adapter(whole_run: Path, model_path: Path, t
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_run_continues_from_an_exported_adapter(
     whole_run: Path, model_path: Path, data_path: Path, tmp_path: Path
 ) -> None:
@@ -102,12 +105,14 @@ def test_a_run_continues_from_an_exported_adapter(
     assert row["policy/kl_ref"] > 1e-3
 
 
+@pytest.mark.nightly
 def test_a_critic_trains_an_adapter(model_path: Path, data_path: Path, tmp_path: Path) -> None:
     config = config_of(model_path, data_path, tmp_path, [*KEYS[:2], "algorithm=ppo", "algorithm.kl_coef=0.01"])
     train(config, progress=False)
     assert [row["step"] for row in rows_of(config.run_dir, "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -123,6 +128,7 @@ def test_a_resume_with_other_settings_ends_the_run(
         train(config_of(model_path, data_path, tmp_path, overrides), progress=False)
 
 
+@pytest.mark.nightly
 def test_bad_settings_are_refused_before_the_first_step(model_path: Path, data_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'q_prj' matches no linear layer"):
         train(config_of(model_path, data_path, tmp_path, ["train.lora.targets=[q_prj]"]), progress=False)
@@ -132,6 +138,7 @@ def test_bad_settings_are_refused_before_the_first_step(model_path: Path, data_p
         config_of(model_path, data_path, tmp_path, ["train.lora.rank=0"])
 
 
+@pytest.mark.nightly
 def test_a_run_of_all_weights_has_no_adapter_to_export(model_path: Path, data_path: Path, tmp_path: Path) -> None:
     config = config_of(model_path, data_path, tmp_path, ["run.steps=1"])
     train(config, progress=False)

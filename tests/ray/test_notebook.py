@@ -63,6 +63,7 @@ def test_a_notebook_trains_on_rows_and_a_reward_of_its_cells(model_path: Path, t
     assert "replied '" in printed and "trained 1" in printed
 
 
+@pytest.mark.nightly
 def test_a_run_in_a_thread_stops_in_order_and_saves(cluster, model_path: Path, data_path: Path, tmp_path: Path):
     begun = threading.Event()
     config = config_of(model_path, data_path, tmp_path, ["run.steps=500"])

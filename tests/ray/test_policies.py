@@ -71,6 +71,7 @@ def test_two_policies_are_trained_and_resumed_each_by_itself(model_path, data_pa
     assert {row["kind"] for row in rows(run / "events.jsonl")} >= {"engine_chosen", "run_ended"}
 
 
+@pytest.mark.nightly
 def test_groups_of_several_policies_survive_a_dead_replica(cluster, model_path, data_path, tmp_path):
     crew = WorkerSet.of(pair(model_path, data_path, tmp_path, "rollout.replicas=2"))
     rollouts, recovered = crew.rollouts, asyncio.Event()

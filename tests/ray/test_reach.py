@@ -143,7 +143,13 @@ def test_no_process_of_a_local_cluster_listens_beyond_this_machine(local: Local)
 
 
 @pytest.mark.parametrize("program", [DRIVE, ADD_NODE], ids=["driver", "node"])
-@pytest.mark.parametrize("changes", [{}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}], ids=["none", "wrong"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="none", marks=pytest.mark.nightly),
+        pytest.param({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, id="wrong"),
+    ],
+)
 def test_a_local_cluster_refuses_drivers_and_nodes_without_its_token(
     local: Local, tmp_path: Path, program: str, changes: dict[str, str]
 ):
@@ -170,12 +176,14 @@ def test_the_token_is_written_nowhere(local: Local, home: Path):
     assert not (home / ".ray").exists()
 
 
+@pytest.mark.nightly
 def test_one_process_may_start_one_cluster_after_another(home: Path):
     tokens = [cluster.token for cluster in clusters(home, count=2)]
     assert tokens[0]
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.nightly
 def test_a_token_of_the_user_is_used(home: Path, tmp_path: Path):
     given = "of-the-user-0123456789"
     assert [cluster.token for cluster in clusters(home, RAY_AUTH_TOKEN=given)] == [given]

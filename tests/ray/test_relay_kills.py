@@ -64,6 +64,7 @@ class Killer:
     def close(self) -> None: ...
 
 
+@pytest.mark.nightly
 def test_every_task_is_trained_once_whatever_relays_die(four_nodes, model_path, data_path, tmp_path):
     keys = [f"run.steps={NUM_STEPS}", "rollout.replicas=3", "asynchrony.max_staleness=1", "checkpoint.every=0"]
     config = config_of(model_path, data_path, tmp_path, [*keys, "record.rollouts_every=0"])

@@ -222,6 +222,7 @@ def test_pins_and_pulls_wait_while_all_relays_are_restored(tier):
     asyncio.run(tier.supervised(scenario()))
 
 
+@pytest.mark.nightly
 def test_a_hanging_relay_is_bypassed_killed_and_refilled(tier):
     v = tier.first
 
@@ -241,6 +242,7 @@ def test_a_hanging_relay_is_bypassed_killed_and_refilled(tier):
     asyncio.run(tier.supervised(scenario()))
 
 
+@pytest.mark.nightly
 def test_a_version_that_died_with_its_relays_is_announced_again(tier):
     v = tier.first
 
@@ -257,6 +259,7 @@ def test_a_version_that_died_with_its_relays_is_announced_again(tier):
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_republishing_a_version_with_other_bytes_is_refused(tier):
     v = tier.first
 

@@ -79,6 +79,7 @@ def stop() -> Hoarder:
     return Hoarder()
 
 
+@pytest.mark.nightly
 def test_a_worker_that_freezes_in_its_set_up_is_noticed(cluster):
     async def main() -> None:
         worker = start(Hoarder, "frozen-0", stop, NO_MATHS, 60.0)

@@ -46,6 +46,7 @@ def test_two_ranks_with_reference_and_gac_replay_equally(model_path, data_path, 
     assert metrics["policy/kl_ref"] != 0
 
 
+@pytest.mark.nightly
 def test_a_critic_with_two_updates_a_step_replays_equally(model_path, data_path, tmp_path):
     run = trained(model_path, data_path, tmp_path, PPO)
     found = replay_step(run, 3)
@@ -70,6 +71,7 @@ def test_a_critic_with_two_updates_a_step_replays_equally(model_path, data_path,
     assert done.stdout.splitlines()[-1] == "equal bit for bit"
 
 
+@pytest.mark.nightly
 def test_experts_that_the_engine_chose_are_trained_and_replayed(data_path, tmp_path):
     path = save_model(tmp_path / "moe", tiny("qwen3_moe"))
     run = trained(path, data_path, tmp_path, ["run.steps=2", "train.routing_replay=true"])

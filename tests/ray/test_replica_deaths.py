@@ -128,6 +128,7 @@ def test_requests_of_a_dead_replica_go_on_elsewhere_from_their_last_tokens(clust
     crew.played(scenario)
 
 
+@pytest.mark.nightly
 def test_requests_of_an_only_replica_wait_for_its_successor(cluster):
     crew = Crew(1, SingleTurn())
 
@@ -164,6 +165,7 @@ def test_the_groups_of_a_dead_session_worker_are_issued_again(cluster):
     crew.played(scenario)
 
 
+@pytest.mark.nightly
 def test_a_drained_replica_gives_its_requests_to_another(cluster):
     crew = Crew(2, SingleTurn())
 
@@ -196,6 +198,7 @@ def test_a_blocked_session_worker_is_named_with_its_line_and_blocks_no_other(clu
     crew.played(scenario)
 
 
+@pytest.mark.nightly
 def test_a_slow_tool_keeps_no_weights_back_and_ends_nothing(cluster, model_path, data_path, tmp_path):
     """A group that waits for its tool holds its version at one replica; the other takes new weights meanwhile."""
     keys = [

@@ -46,6 +46,7 @@ def test_functions_and_a_model_make_one_reward(cluster, model_path, data_path, c
             assert episode.trajectories[0].reward == pytest.approx(value)
 
 
+@pytest.mark.nightly
 def test_groups_are_shared_among_the_replicas_of_a_reward_model(cluster, model_path, data_path, classifier, tmp_path):
     """Each worker has a copy of the model, and the least busy one gets the next group."""
     overrides = [f"reward.model={{path: {classifier}, num_cpus: 0}}", "reward.fn=", "reward.workers=2", "run.steps=3"]

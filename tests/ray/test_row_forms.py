@@ -68,7 +68,7 @@ def chat_model(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(n, marks=[pytest.mark.nightly] if n != "verl" else []) for n in FORMS])
 def test_rows_and_rewards_of_each_form_train_without_adapter_code(form, cluster, chat_model, tmp_path):
     data, reward = tmp_path / "rows.jsonl", tmp_path / "my_reward.py"
     data.write_text("".join(json.dumps(FORMS[form]) + "\n" for _ in range(8)))

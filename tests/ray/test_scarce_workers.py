@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray._private.state
 
 from rlsys.errors import WorkerError
@@ -17,6 +18,7 @@ KEYS = ["rollout.num_cpus=4", "reward.num_cpus=4", "eval.replicas=2"]
 """One worker fills one node."""
 
 
+@pytest.mark.nightly
 def test_a_replica_gives_way_to_the_only_reward_worker(three_nodes, model_path: Path, data_path: Path, tmp_path: Path):
     config = config_of(model_path, data_path, tmp_path, KEYS)
     told: list[str] = []

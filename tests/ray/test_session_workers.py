@@ -33,6 +33,7 @@ def test_workflows_of_users_run_apart_from_engines(model_path, data_path, tmp_pa
     assert len(set.union(*by_replica.values())) == 2, "as many session workers as replicas"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_a_run_outlives_a_session_worker(model_path, data_path, tmp_path):
     flag = tmp_path / "died"

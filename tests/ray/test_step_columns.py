@@ -127,7 +127,9 @@ class Trainers:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("mesh", [MeshSection(shard=2), MeshSection(context=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [MeshSection(shard=2), pytest.param(MeshSection(context=2), marks=pytest.mark.nightly)], ids=str
+)
 def test_every_column_reaches_the_rank_it_is_of(mesh: MeshSection, model_path: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         trainers = Trainers.start(model_path, mesh)

@@ -82,6 +82,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_logprob(whole_run):
     assert max(row["sampler/logp_diff_max"] for row in rows_of(whole_run, "metrics.jsonl")) < 1e-5
 
 
+@pytest.mark.nightly
 def test_a_truncated_distribution_is_trained_as_it_is_sampled(cluster, model_path, data_path, tmp_path):
     keys = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=9", "rollout.min_p=0.02", "run.steps=2"]
     config = config_of(model_path, data_path, tmp_path, keys)
@@ -89,7 +90,7 @@ def test_a_truncated_distribution_is_trained_as_it_is_sampled(cluster, model_pat
     assert max(row["sampler/logp_diff_max"] for row in rows_of(config.run_dir, "metrics.jsonl")) < 1e-4
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_an_interrupted_and_resumed_run_has_bit_identical_weights(step, whole_run, model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["rollout.replicas=2", "run.name=cut", "run.resume=must"])
     kept = f"step_{step:06d}"
@@ -103,8 +104,10 @@ def test_an_interrupted_and_resumed_run_has_bit_identical_weights(step, whole_ru
 
 @pytest.mark.parametrize(
     ("exists", "error", "reason"),
-    [(True, CheckpointError, "Size mismatch"), (False, ModelError, "there is no folder")],
-    ids=["another model", "no model"],
+    [
+        pytest.param(True, CheckpointError, "Size mismatch", id="another model"),
+        pytest.param(False, ModelError, "there is no folder", id="no model", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_refused_resume_leaves_a_finished_run_as_it_was(
     exists, error, reason, whole_run, model_path, data_path, tmp_path
@@ -128,6 +131,7 @@ def contents_of(run: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in files.items() if not name.startswith(of_processes)}
 
 
+@pytest.mark.nightly
 def test_copies_replace_a_lost_folder_and_start_another_run(whole_run, model_path, data_path, tmp_path):
     keys = ["rollout.replicas=2", f"checkpoint.copy_to=file://{tmp_path / 'store'}", "run.resume=auto"]
     config = config_of(model_path, data_path, tmp_path / "runs", [*keys, "run.steps=3"])
@@ -192,6 +196,7 @@ def test_a_checkpoint_is_measured_the_same_as_during_training(model_path, data_p
     assert (config.run_dir / "logs/rollout-0.log").is_file()
 
 
+@pytest.mark.nightly
 def test_a_run_that_stops_early_exports_its_best_checkpoint(model_path, data_path, tmp_path):
     """Rewards rise, so the lowest mean is that of an early step."""
     keys = [
@@ -212,6 +217,7 @@ def test_a_run_that_stops_early_exports_its_best_checkpoint(model_path, data_pat
         weights_of(config.run_dir, "worst")
 
 
+@pytest.mark.nightly
 def test_an_export_is_pushed_from_the_command_line(whole_run, tmp_path):
     with serving_hub() as hub:
         own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
@@ -225,6 +231,7 @@ def test_an_export_is_pushed_from_the_command_line(whole_run, tmp_path):
     assert are_equal(weights_of(whole_run, "2"), load_file(kept / "model.safetensors"))
 
 
+@pytest.mark.nightly
 def test_an_evaluation_reuses_the_export_of_a_checkpoint(whole_run, data_path):
     def exported() -> Path:
         result = evaluate(str(whole_run), data={"d": str(data_path)}, samples=4, temperature=1.0, limit=8)
@@ -243,6 +250,7 @@ def test_an_evaluation_with_too_many_cpus_is_refused_at_once(whole_run, data_pat
         evaluate(str(whole_run), data={"d": str(data_path)}, config_overrides=["eval.replicas=20"])
 
 
+@pytest.mark.nightly
 def test_staleness_stays_bounded_and_every_token_has_a_version(model_path, data_path, tmp_path):
     for change in ("between", "inflight"):
         overrides = [
@@ -264,6 +272,7 @@ def test_staleness_stays_bounded_and_every_token_has_a_version(model_path, data_
             assert all(len(t.versions) == 1 for t in turns)
 
 
+@pytest.mark.nightly
 def test_the_kl_to_the_reference_starts_at_zero(model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["algorithm.kl_coef=0.1"])
     train(config, progress=False)
@@ -274,7 +283,11 @@ def test_the_kl_to_the_reference_starts_at_zero(model_path, data_path, tmp_path)
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("algorithm", "measured"), [("ppo", "critic/explained_variance"), ("kto", "kto/z0")], ids=["ppo", "kto"]
+    ("algorithm", "measured"),
+    [
+        pytest.param("ppo", "critic/explained_variance", id="ppo"),
+        pytest.param("kto", "kto/z0", id="kto", marks=pytest.mark.nightly),
+    ],
 )
 def test_ppo_and_kto_resume_bit_for_bit(algorithm, measured, model_path, data_path, tmp_path):
     def run(name: str, *overrides: str) -> Path:
@@ -307,6 +320,7 @@ def test_a_model_that_does_not_exist_is_one_clear_error(model_path, data_path, t
         train(config_of(model_path, data_path, tmp_path, ["model.path=/no/such/model"]), progress=False)
 
 
+@pytest.mark.nightly
 def test_a_judge_that_always_raises_is_located_in_the_error(model_path, data_path, tmp_path):
     overrides = ["reward.fn=tests/ray/judges.py:raises", "limits.max_failed_groups=2"]
     with pytest.raises(RunAborted, match=r"this judge is broken.*judges\.py:\d+"):

@@ -57,6 +57,7 @@ def test_the_worse_of_two_trials_goes_on_from_the_weights_of_the_better(model_pa
     assert max(row["sampler/probe_diff"] for row in after.values()) < 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_a_trial_that_is_not_among_the_best_ends_early_and_frees_its_workers(model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["run.steps=6", "checkpoint.every=0"])

@@ -53,6 +53,7 @@ def test_a_killed_worker_is_told_with_its_signal_and_last_lines(cluster: object,
     assert told.endswith("the end of logs/rollout-7.log:\n    last words\n    last words on stderr")
 
 
+@pytest.mark.nightly
 def test_a_worker_that_exits_is_told_with_its_code(cluster: object, tmp_path: Path) -> None:
     with vitals.of_run(tmp_path):
         assert "ended with exit code 3" in asyncio.run(ended(talker("reward-7"), leaves=3))

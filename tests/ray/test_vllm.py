@@ -23,6 +23,7 @@ def vllm_model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.nightly
 def test_a_model_vllm_cannot_run_is_refused(cluster, model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["rollout.engine=vllm"])
     with pytest.raises(ModelError, match=r"vllm cannot run model .*head_dim=16.*choose another rollout.engine"):
@@ -62,6 +63,7 @@ def test_sampler_and_trainer_logprobs_match_after_inflight_weight_changes(cluste
     assert len(versions) > 1
 
 
+@pytest.mark.nightly
 def test_a_server_that_runs_elsewhere_is_trained_with_and_its_weights_are_verified(
     cluster, vllm_model, data_path, tmp_path
 ):

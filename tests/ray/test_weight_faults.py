@@ -70,8 +70,8 @@ class LyingRelay(Relay):
     ("lie", "noticed"),
     [
         ("one flipped bit", "while verifying version 2"),
-        ("bytes of the version before", "while verifying version 2"),
-        ("the version before", "asked for version 2 or newer, and got 1"),
+        pytest.param("bytes of the version before", "while verifying version 2", marks=pytest.mark.nightly),
+        pytest.param("the version before", "asked for version 2 or newer, and got 1", marks=pytest.mark.nightly),
     ],
 )
 def test_tokens_of_a_replica_with_wrong_weights_are_never_trained(

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
@@ -143,7 +143,6 @@ EVERYTHING = CurationSection(fewer_above=0.4, success_within=(0.1, 0.9), min_epi
 """All that a synchronous run may have: what is stored is older than the step that trains it."""
 
 
-@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 11))
 def test_synchronous_curation_does_not_depend_on_timing_or_interruption(seed, stop_at):
     def driver(folder: Path, number: int) -> tuple[Driver, Remembering]:
@@ -260,7 +259,6 @@ def test_successes_older_than_the_bound_are_used_where_the_loss_corrects_for_the
     assert oldest <= 1 < much_older <= 9
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.sampled_from([1, 2, 4, 8]),

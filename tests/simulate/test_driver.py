@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
@@ -45,7 +45,6 @@ from tests.simulate.schedules import LOSABLE
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.sampled_from([0, 1, 2, 4, 8]),
@@ -101,7 +100,6 @@ def test_asynchrony_overlaps_generation_with_training(tmp_path):
     assert duration_s(0) / duration_s(2) > 1.7
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 8), max_staleness=st.sampled_from([0, 1, 3]))
 def test_an_interrupted_run_consumes_what_an_uninterrupted_one_does(seed, stop_at, max_staleness):
     def world() -> FakeWorld:
@@ -121,7 +119,6 @@ def test_an_interrupted_run_consumes_what_an_uninterrupted_one_does(seed, stop_a
         assert whole.weights == second.weights
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     rollout_faults=st.dictionaries(
@@ -141,7 +138,6 @@ def test_worker_faults_do_not_change_the_consumed_tasks(seed, rollout_faults, re
     assert run(rollout_faults=rollout_faults, reward_faults=reward_faults).consumed == run().consumed
 
 
-@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
     losses=st.dictionaries(st.sampled_from(LOSABLE), st.sets(st.integers(0, 10), max_size=3)),
@@ -216,7 +212,6 @@ def test_a_payload_that_is_lost_every_time_ends_the_run(tmp_path):
         run_virtual(driver_on(world, tmp_path).run(0))
 
 
-@settings(max_examples=60)
 @given(
     failures=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=3),
     kind=st.sampled_from([Fault.DIES, Fault.HANGS]),

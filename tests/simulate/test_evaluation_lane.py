@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config.sections import EvalSection
@@ -113,7 +113,6 @@ def is_step(number: int) -> Callable[[Event], bool]:
 # ------------------------------------------------------------------------------------------------- what is measured
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     every=st.integers(1, 4),
@@ -254,7 +253,6 @@ def test_a_stuck_evaluation_ends_the_run_and_is_named(tmp_path, version):
 # --------------------------------------------------------------------------------------------------------- faults
 
 
-@settings(max_examples=40)
 @given(
     eval_faults=st.dictionaries(
         st.integers(0, 40), st.sampled_from([Fault.DIES, Fault.HANGS, Fault.WRONG_WEIGHTS]), max_size=4

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import NoProgress, RunAborted, TrainingError
@@ -20,7 +20,6 @@ def worlds(**options: object) -> dict[str, FakeWorld]:
     return {name: FakeWorld(**options) for name in ("proposer", "solver")}  # type: ignore[arg-type]
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_each_policy_trains_every_group_once_within_its_bound(seed: int):
     chance = random.Random(seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Algorithm, Signal, StepAdvantages
@@ -184,7 +184,6 @@ def test_settling_gets_the_metrics_of_the_previous_step(tmp_path):
         assert {"loss", "policy/entropy"} <= past.keys()
 
 
-@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 8), max_staleness=st.sampled_from([0, 2]))
 def test_an_interrupted_run_settles_and_samples_like_a_whole_one(seed, stop_at, max_staleness):
     def session(folder: Path) -> tuple[FakeWorld, Remembering, Driver]:

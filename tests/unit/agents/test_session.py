@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.agents.agent import Tell
@@ -679,7 +679,6 @@ def paced(play: Plays, budget: Budget, **delays: int) -> Session:
 DELAYS = st.fixed_dictionaries({name: st.integers(0, 9) for name in ("left", "right", "leaf of left", "0", "1", "2")})
 
 
-@settings(max_examples=50)
 @given(DELAYS)
 def test_seeds_and_agent_order_do_not_depend_on_timing(delays: dict[str, int]):
     def said(**delays: int) -> tuple[Episode, list[tuple[str, int]]]:
@@ -713,7 +712,6 @@ async def crowd(session: Session) -> None:
         await lead.chat("all is spent")
 
 
-@settings(max_examples=30)
 @given(DELAYS, st.integers(1, 250))
 def test_concurrent_agents_spend_exactly_the_budget_at_any_speed(delays: dict[str, int], most: int):
     session = paced(crowd, Budget(max_episode_tokens=most), **delays)

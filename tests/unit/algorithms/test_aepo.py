@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.aepo import AEPO
@@ -76,7 +76,6 @@ def team(reward: float, agents: Sequence[Sequence[int]]) -> EpisodeMeta:
     )
 
 
-@settings(max_examples=80)
 @given(st.lists(EPISODES, min_size=1, max_size=4), st.sampled_from(get_args(Over)))
 def test_what_is_left_out_changes_no_gradient_and_stays_in_the_step(
     episodes: list[list[tuple[float, list[list[int]]]]], over: Over

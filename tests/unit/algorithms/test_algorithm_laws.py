@@ -214,7 +214,7 @@ def trained(
 
 
 @every
-@settings(max_examples=5)
+@settings(max_examples=settings().max_examples // 4)
 @given(seed=st.integers(0, 1000), num_ranks=st.integers(1, 3), max_tokens=st.integers(1, 60))
 def test_splits_into_micro_batches_and_ranks_change_no_result(
     algorithm: Algorithm, seed: int, num_ranks: int, max_tokens: int
@@ -249,7 +249,7 @@ SKIPPING = {name: algorithm for name, algorithm in VARIANTS.items() if algorithm
 
 
 @pytest.mark.parametrize("algorithm", [*SKIPPING.values()], ids=[*SKIPPING])
-@settings(max_examples=5)
+@settings(max_examples=settings().max_examples // 4)
 @given(seed=st.integers(0, 1000), num_ranks=st.integers(1, 3), max_tokens=st.integers(1, 60))
 def test_skipped_samples_change_neither_loss_nor_gradient(
     algorithm: Algorithm, seed: int, num_ranks: int, max_tokens: int
@@ -328,7 +328,7 @@ def placed(algorithm: Algorithm, scored: Group) -> dict[tuple[int, int, int | No
 
 
 @every_default
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 1000), rng=st.randoms(use_true_random=False))
 def test_the_order_of_a_steps_groups_does_not_matter(algorithm: Algorithm, seed: int, rng: random.Random) -> None:
     past = {"policy/entropy": rng.choice([0.0, 0.3, 9.0])}
@@ -342,7 +342,6 @@ def test_the_order_of_a_steps_groups_does_not_matter(algorithm: Algorithm, seed:
 
 
 @every_default
-@settings(max_examples=20)
 @given(group_id=st.integers(0, 10_000), rng=st.randoms(use_true_random=False))
 def test_the_order_of_a_groups_members_does_not_matter(algorithm: Algorithm, group_id: int, rng: random.Random) -> None:
     scored = some_group(group_id)
@@ -354,7 +353,6 @@ def test_the_order_of_a_groups_members_does_not_matter(algorithm: Algorithm, gro
 
 
 @every_default
-@settings(max_examples=20)
 @given(group_id=st.integers(0, 10_000), frozen=st.sampled_from([("sub",), ("lead",), ("sub", "lead"), ("other",)]))
 def test_frozen_agents_are_not_trained_and_change_nothing_for_others(
     algorithm: Algorithm, group_id: int, frozen: tuple[str, ...]

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -270,7 +270,6 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
     assert metrics_N["policy/clip_frac_high"].tolist() == [0.0, 0.0, 1.0]
 
 
-@settings(max_examples=50)
 @given(ratio=st.floats(0.01, 50), advantage=st.floats(-3, 3), rho=st.floats(1, 10))
 def test_aipo_is_one_sided(ratio: float, advantage: float, rho: float) -> None:
     batch = tokens([-1.0 - math.log(ratio)], [advantage])
@@ -355,7 +354,6 @@ DRIFTS = st.lists(
 )
 
 
-@settings(max_examples=200)
 @given(drifts=DRIFTS, tau=st.floats(0, 2))
 def test_m2po_keeps_the_most_tokens_whose_mean_is_within_tau(drifts: list[tuple[float, float]], tau: float) -> None:
     log_ratios, advantages = zip(*drifts, strict=True)
@@ -381,7 +379,6 @@ class Beside(OneRank):
         return torch.cat([values_N, self.others_N])
 
 
-@settings(max_examples=100)
 @given(drifts=DRIFTS, num_own=st.integers(0, 30), tau=st.floats(0, 2))
 def test_neither_ranks_nor_the_order_of_tokens_change_m2pos_mask(
     drifts: list[tuple[float, float]], num_own: int, tau: float

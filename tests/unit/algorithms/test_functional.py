@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
@@ -43,7 +43,6 @@ def test_rewards_are_centred_by_hand_numbers() -> None:
     assert normalised == pytest.approx([0.5 / (math.sqrt(1 / 3) + 1e-6) * sign for sign in (1, -1, -1, 1)])
 
 
-@settings(max_examples=50)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.booleans())
 @example([682.8417088050353] * 3, False)
 def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: bool) -> None:
@@ -53,7 +52,6 @@ def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: boo
         assert values == [0.0] * len(rewards)
 
 
-@settings(max_examples=50)
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=10))
 def test_leave_one_out_subtracts_the_mean_of_the_other_rewards(rewards: list[float]) -> None:
     others = [sum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i in range(len(rewards))]

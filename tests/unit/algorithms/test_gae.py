@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
@@ -51,7 +51,6 @@ def test_lambda_one_is_monte_carlo_and_zero_the_td_error() -> None:
     assert gae(rewards_N, values_N, lengths_S, 1.0, 0.0).tolist() == [0.25, 0.25, 0.25]
 
 
-@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(0, 3 * ROW + 1) | st.sampled_from([ROW - 1, ROW, ROW + 1]), min_size=1, max_size=5),
     decay=DECAYS,
@@ -63,7 +62,6 @@ def test_sums_equal_a_loop_whatever_the_lengths(lengths: list[int], decay: float
     assert discounted_sums(values_N, tensor(lengths), decay).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5), gamma=DECAYS, lam=DECAYS, seed=st.integers(0, 99))
 def test_gae_equals_a_loop(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
     both = torch.randn(2, sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

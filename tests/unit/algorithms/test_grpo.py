@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import tensor
 
@@ -228,7 +228,6 @@ def gradient(correction: tuple[Correction, ...], delta: float, advantage: float 
 
 
 @pytest.mark.parametrize("correction", EVERY)
-@settings(max_examples=50)
 @given(delta=st.floats(math.log(0.81), math.log(1.27)), advantage=st.floats(-3, 3))
 def test_the_importance_ratio_counts_exactly_once(
     correction: tuple[Correction, ...], delta: float, advantage: float
@@ -255,7 +254,6 @@ def test_dual_clip_closes_the_case_that_the_clip_leaves_open() -> None:
     assert output.metrics_N["policy/clip_frac_dual"].tolist() == [1.0, 0.0]
 
 
-@settings(max_examples=50)
 @given(rho=st.floats(0.01, 20), advantage=st.floats(-3, 3), clip=st.floats(0, 0.9))
 def test_tis_with_one_update_is_aipo_at_any_clip(rho: float, advantage: float, clip: float) -> None:
     batch = tokens([-2.0], [advantage], proximal=[-2.0 + math.log(rho)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -360,7 +360,6 @@ def shares_of(groups: list[Group], kto: KTO) -> dict[int, float]:
 TOKENS = st.lists(st.integers(1, 50), min_size=1, max_size=10)
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), TOKENS), min_size=1, max_size=8))
 def test_a_trajectory_weighs_the_same_whatever_the_number_of_its_stages(
     trajectories: list[tuple[bool, list[int]]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.batch.packing import balanced, differenced, greedy
@@ -15,7 +15,6 @@ def sums(sizes: list[int], parts: list[list[int]]) -> list[int]:
     return [sum(sizes[i] for i in part) for part in parts]
 
 
-@settings(max_examples=200)
 @given(sizes=st.lists(st.integers(1, 1000), max_size=60), num_parts=st.integers(1, 9))
 def test_parts_partition_the_sizes_no_worse_than_greedy(sizes, num_parts):
     parts = balanced(sizes, num_parts)

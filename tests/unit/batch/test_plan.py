@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
@@ -88,7 +88,6 @@ def place(ref: SampleRef) -> tuple[int, int, int, int]:
     return ref.group, ref.episode, ref.trajectory, ref.sample
 
 
-@settings(max_examples=150)
 @given(
     groups=group_lists,
     aggregation=aggregations,
@@ -117,7 +116,6 @@ def test_a_plan_partitions_the_trained_samples_with_advantages(
     assert len({tuple(map(len, rank.updates)) for rank in plan}) == 1
 
 
-@settings(max_examples=100)
 @given(
     groups=group_lists,
     aggregation=aggregations,
@@ -155,7 +153,6 @@ def test_a_sample_shares_its_prefix_with_the_one_before_it_that_runs() -> None:
     assert (rows(room), rows(room - 1)) == (1, 2)
 
 
-@settings(max_examples=100)
 @given(groups=group_lists, num_updates=st.integers(1, 5))
 def test_updates_are_consecutive_runs_of_nearly_equal_length(groups: list[Group], num_updates: int) -> None:
     assume(num_updates <= len(groups))
@@ -167,7 +164,6 @@ def test_updates_are_consecutive_runs_of_nearly_equal_length(groups: list[Group]
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
 
-@settings(max_examples=150)
 @given(groups=group_lists, aggregation=aggregations, num_updates=st.integers(1, 3))
 def test_token_weights_sum_to_one_over_an_update(
     groups: list[Group], aggregation: Aggregation, num_updates: int
@@ -182,7 +178,6 @@ def test_token_weights_sum_to_one_over_an_update(
             assert total == pytest.approx(1.0)
 
 
-@settings(max_examples=100)
 @given(
     groups=group_lists,
     aggregation=aggregations,
@@ -200,7 +195,6 @@ def test_ranks_and_micro_batches_change_no_weight(
     assert weights(plan_of(groups, aggregation, num_ranks, max_tokens, pair_cost=pair_cost)) == weights(whole)
 
 
-@settings(max_examples=100)
 @given(groups=group_lists)
 def test_a_partner_is_the_next_group_with_another_prompt(groups: list[Group]) -> None:
     def first(g: Group) -> int | None:
@@ -223,7 +217,6 @@ def test_partners_are_the_next_group_with_another_prompt() -> None:
     assert plan_of(groups[:2])[0].partners == (None, None)
 
 
-@settings(max_examples=100)
 @given(groups=group_lists, num_ranks=st.integers(1, 4), max_tokens=st.integers(1, 60))
 def test_a_micro_batch_respects_max_tokens_or_has_one_sample(
     groups: list[Group], num_ranks: int, max_tokens: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Aggregation, TrajectoryAdvantage
@@ -18,7 +18,6 @@ from tests.training import data_of, group_of
 from tests.trees import payloads, trees
 
 
-@settings(max_examples=200)
 @given(trees())
 def test_every_sample_is_a_path_of_the_row(samples: list[Sample]) -> None:
     row = PrefixRow.of([s.run_ids for s in samples], [len(s.prompt_ids) for s in samples])
@@ -30,7 +29,6 @@ def test_every_sample_is_a_path_of_the_row(samples: list[Sample]) -> None:
         assert positions_R[(positions_R <= last) & (last < row.until_R)].tolist() == places.tolist()
 
 
-@settings(max_examples=200)
 @given(trees())
 def test_the_order_of_tokens_gives_what_neighbours_share(samples: list[Sample]) -> None:
     runs = [s.run_ids.tolist() for s in samples]
@@ -58,7 +56,6 @@ def test_equal_samples_are_run_once() -> None:
     assert row.until_R.tolist() == [40] * 40
 
 
-@settings(max_examples=100)
 @given(payload=payloads(), max_tokens=st.integers(1, 200))
 def test_a_plan_counts_the_tokens_of_its_rows(payload: tuple[Episode, ...], max_tokens: int) -> None:
     group, data = group_of(0, payload), data_of([payload])

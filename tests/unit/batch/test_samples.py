@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.batch.samples import Sample, meta_of, samples_in, samples_of, versions_of
@@ -66,7 +66,6 @@ def test_versions_are_counted_oldest_first() -> None:
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), tokens, tokens), min_size=1, max_size=6))
 def test_every_sampled_token_is_trained_once_after_its_prompt(
     script: list[tuple[bool, tuple[int, ...], tuple[int, ...]]],

@@ -195,7 +195,7 @@ def test_the_gradient_is_that_of_the_declared_average(aggregation: Aggregation, 
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.over)
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 3), max_tokens=st.integers(1, 120))
 def test_no_split_changes_the_gradient(aggregation: Aggregation, seed: int, num_ranks: int, max_tokens: int) -> None:
     payloads = teams(seed)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -456,7 +456,6 @@ def test_staleness_without_any_clip_is_cautioned(tmp_path: Path, keys: list[str]
     beta=st.floats(1e-9, 1e9),
 )
 @example(lr=1e-3, seed=0, name="run", address="next\x85line\u2028", beta=1.0)
-@settings(max_examples=30)
 def test_the_resolved_configuration_loads_back_as_the_same(
     tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int, name: str, address: str | None, beta: float
 ):

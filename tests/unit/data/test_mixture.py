@@ -6,7 +6,7 @@ from collections import Counter
 from copy import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.data.task_mixture import TaskMixture
@@ -42,14 +42,12 @@ def test_two_sources_have_their_shares_within_one_percent_of_2000_tasks():
 WEIGHTS = st.fixed_dictionaries({name: st.floats(0.01, 10) for name in SIZES})
 
 
-@settings(max_examples=60)
 @given(WEIGHTS, st.integers(1, 300))
 def test_any_number_of_tasks_has_the_shares(weights: dict[str, float], num: int):
     found, total = shares(drawn(mixture(SIZES, weights), num)), sum(weights.values())
     assert all(abs(found[name] - num * weight / total) < len(SIZES) for name, weight in weights.items())
 
 
-@settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 200), st.integers(1, 60), st.integers(0, 2**32))
 def test_a_mixture_resumed_from_its_state_equals_an_uninterrupted_one(
     weights: dict[str, float], before: int, after: int, seed: int
@@ -82,7 +80,6 @@ def test_any_place_can_be_read_without_moving():
     assert [stream.at(cursor).id for cursor, _ in reversed(places)] == [each for _, each in reversed(places)]
 
 
-@settings(max_examples=60)
 @given(WEIGHTS, WEIGHTS, st.integers(1, 100), st.integers(0, 200), st.integers(1, 60))
 def test_weights_that_change_hold_from_their_task_on_over_resumes(
     first: dict[str, float], later: dict[str, float], change: int, before: int, after: int
@@ -141,7 +138,6 @@ FACTORS = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(WEIGHTS, FACTORS)
 def test_shares_that_change_often_are_kept_all_the_same(
     weights: dict[str, float], stages: list[tuple[int, dict[str, float]]]
@@ -154,7 +150,6 @@ def test_shares_that_change_often_are_kept_all_the_same(
     assert all(abs(found[name] - due[name]) < len(SIZES) for name in SIZES)
 
 
-@settings(max_examples=60)
 @given(WEIGHTS, FACTORS, st.integers(1, 40))
 def test_a_mixture_with_other_factors_goes_on_where_it_was(
     weights: dict[str, float], stages: list[tuple[int, dict[str, float]]], after: int

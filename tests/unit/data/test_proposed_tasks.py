@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.data.proposed_tasks import ProposedTasks, proposed_task
@@ -56,7 +56,6 @@ def test_a_known_task_is_ignored():
 actions = st.lists(st.integers(0, 6) | st.none(), max_size=40)
 
 
-@settings(max_examples=100)
 @given(before=actions, after=actions)
 def test_a_stream_resumed_from_its_state_equals_an_uninterrupted_one(before, after):
     def play(tasks: TaskMixture, script: list) -> list[str]:

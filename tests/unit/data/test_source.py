@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.data.task_source import Cursor, TaskSource, permuted
@@ -21,7 +21,6 @@ def drawn(source: TaskSource, num: int) -> list[str]:
     return [source.next().id for _ in range(num)]
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(0, 2**32), st.booleans(), st.integers(0, 120), st.integers(1, 60))
 def test_a_source_resumed_from_its_cursor_equals_an_uninterrupted_one(
     size: int, seed: int, shuffle: bool, before: int, after: int
@@ -33,7 +32,6 @@ def test_a_source_resumed_from_its_cursor_equals_an_uninterrupted_one(
     assert first + drawn(resumed, after) == drawn(TaskSource(tasks(size), seed, shuffle=shuffle), before + after)
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(0, 2**32))
 def test_every_epoch_offers_every_task_once(size: int, seed: int) -> None:
     source = TaskSource(tasks(size), seed)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.contracts import Files, Saving
@@ -114,7 +114,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_previous_one(tmp_path, part
 
 
 @given(st.data())
-@settings(max_examples=150)
 def test_any_damage_is_passed_over_and_named(data):
     with TemporaryDirectory() as name:
         folder = Path(name)

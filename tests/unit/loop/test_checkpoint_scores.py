@@ -26,7 +26,7 @@ def is_score(value: float | None) -> bool:
 
 
 @given(scores_by_step, st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.booleans())
-@settings(max_examples=200, derandomize=True)
+@settings(derandomize=True)
 def test_the_best_of_all_steps_survive_every_retirement(found, count, keep_last, keep_every, is_highest):
     """Retirement sees only what earlier retirements left, and the score of a step comes after its checkpoint."""
     checkpoints = Checkpoints(Path("none"), 1, keep_last, keep_every, best=best_of(count, is_highest=is_highest))
@@ -46,7 +46,7 @@ def test_the_best_of_all_steps_survive_every_retirement(found, count, keep_last,
 
 
 @given(scores_by_step, st.integers(1, 4), st.booleans())
-@settings(max_examples=200, derandomize=True)
+@settings(derandomize=True)
 def test_a_run_stops_early_as_a_counter_of_evaluations_would(found, patience, is_highest):
     """The rule of Hugging Face's `EarlyStoppingCallback`, whose state is a counter and the best value."""
     best = BestCheckpoints(1, METRIC, is_highest, 1, patience)

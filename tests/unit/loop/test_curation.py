@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config.sections import CurationSection
@@ -368,7 +368,6 @@ class History:
 ACTIONS = ["issue", "issue", "judge", "judge", "consume", "drop", "again", "crash"]
 
 
-@settings(max_examples=150)
 @given(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9), st.integers(0, SIZE)), max_size=80))
 def test_history_always_covers_settled_and_published_groups(actions):
     rules = CurationSection(fewer_above=0.5, min_episodes=4)
@@ -451,7 +450,6 @@ def _settle_early(ledger: Ledger, assignment: Assignment, seed: int) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), crash_at=st.frozensets(st.integers(0, 14), max_size=3))
 def test_an_interrupted_run_issues_the_same_groups_and_history(seed, crash_at):
     whole = played(seed, 15, crash_at=frozenset(), hurry=list)
@@ -459,7 +457,6 @@ def test_an_interrupted_run_issues_the_same_groups_and_history(seed, crash_at):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), order=st.randoms(use_true_random=False))
 def test_in_synchronous_training_nothing_depends_on_who_is_quicker(seed, order):
     def shuffled(assignments: Sequence[Assignment]) -> Sequence[Assignment]:
@@ -477,7 +474,6 @@ def test_the_tested_runs_include_skipped_tasks_and_smaller_groups():
     assert any(tally.num_passed for tally in state.curation.tallies.values())
 
 
-@settings(max_examples=100)
 @given(
     limit=st.integers(1, 4),
     actions=st.lists(st.tuples(st.sampled_from(["success", "failure", "publish"]), st.integers(0, 6)), max_size=60),

@@ -15,7 +15,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
@@ -210,7 +210,6 @@ LEGAL = {state: {later, State.DROPPED, State.REISSUED} for state, later in pairw
 LEGAL[State.TAKEN].add(State.READY)
 
 
-@settings(max_examples=200)
 @given(choices=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 99)), max_size=80), has_signal=st.booleans())
 @virtual
 async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choices, has_signal):
@@ -672,7 +671,6 @@ async def test_a_group_is_complete_with_its_columns_in_any_order(order):
     assert [e.trajectories[0].reward for e in whole.group.episodes] == [1.0, 0.5]
 
 
-@settings(max_examples=200)
 @given(seed=st.integers(0, 10**9), num_groups=st.integers(1, 30), num_signals=st.integers(0, 3))
 @virtual
 async def test_every_consumer_gets_each_complete_group_once(seed, num_groups, num_signals):
@@ -719,7 +717,6 @@ async def test_every_consumer_gets_each_complete_group_once(seed, num_groups, nu
         assert queue.num_refused == num_columns // 2
 
 
-@settings(max_examples=200)
 @given(seed=st.integers(0, 10**9))
 @virtual
 async def test_exactly_one_attempt_per_group_is_consumed(seed):
@@ -990,7 +987,6 @@ class Played:
         queue.restore(state, before.version, queue.num_groups - self.num_before, finished)
 
 
-@settings(max_examples=200)
 @given(
     seed=st.integers(0, 10**6),
     groups_per_step=st.integers(1, 4),

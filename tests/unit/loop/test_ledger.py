@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.data.task_source import TaskSource
@@ -91,7 +91,6 @@ def test_what_waits_to_be_issued_again_survives_a_second_interruption():
     assert list(between.state().pending) == [0, 1, 2]
 
 
-@settings(max_examples=100)
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(["issue", "issue", "consume", "drop", "crash", "again"]), st.integers(0, 9)),

@@ -18,7 +18,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import TrajectoryAdvantage
@@ -126,7 +126,6 @@ def said(text: str, logprob: float = -0.5) -> Episode:
     return Episode((Trajectory("policy", (turn,)),))
 
 
-@settings(max_examples=80)
 @given(st.lists(payloads, max_size=2))
 def test_groups_come_back_as_they_were(written: list[tuple[Episode, ...]]) -> None:
     records = [GroupRecord(group_of(payload, group_id), payload) for group_id, payload in enumerate(written)]
@@ -136,7 +135,6 @@ def test_groups_come_back_as_they_were(written: list[tuple[Episode, ...]]) -> No
         assert read_groups(path) == records
 
 
-@settings(max_examples=80)
 @given(st.data(), tasks, payloads, assigned, columns)
 def test_rollouts_come_back_as_they_were(data, task, payload, assigned, columns) -> None:
     size = len(payload)

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.routing.request_router import OVERLOAD, PREFIX_TOKENS, TOLERANCE, ReplicaWork, cheapest, request_weight
@@ -42,7 +42,6 @@ def routed(replicas: list[ReplicaWork], weight: int, home: ReplicaWork | None = 
     return chosen
 
 
-@settings(max_examples=200)
 @given(works, st.integers(1, 20), st.none() | st.integers(0, 5), st.integers(0, 20))
 def test_a_replica_without_room_is_never_chosen_and_a_stuck_one_last(
     replicas: list[ReplicaWork], weight: int, home: int | None, saved: int
@@ -56,7 +55,6 @@ def test_a_replica_without_room_is_never_chosen_and_a_stuck_one_last(
         assert not chosen.is_stuck or all(replica.is_stuck for replica in fit)
 
 
-@settings(max_examples=100)
 @given(weights, st.integers(1, 6))
 def test_without_prefixes_loads_differ_by_the_largest_weight_at_most(sent: list[int], num_replicas: int):
     replicas = [ReplicaWork() for _ in range(num_replicas)]
@@ -67,7 +65,6 @@ def test_without_prefixes_loads_differ_by_the_largest_weight_at_most(sent: list[
     assert max(outstanding) - min(outstanding) <= max(sent)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=40), st.integers(1, 6))
 def test_prefixes_overload_no_replica_beyond_what_they_save(sent: list[tuple[int, int]], num_replicas: int):
     replicas = [ReplicaWork() for _ in range(num_replicas)]
@@ -79,7 +76,6 @@ def test_prefixes_overload_no_replica_beyond_what_they_save(sent: list[tuple[int
     assert max(outstanding) <= allowed
 
 
-@settings(max_examples=50)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 20))
 def test_while_loads_are_balanced_every_session_goes_back(num_replicas: int, rounds: int, weight: int):
     """One session per replica; each asks again only when it was answered."""

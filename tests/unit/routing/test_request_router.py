@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import WorkerDied, WorkerError
@@ -288,7 +288,6 @@ def test_a_cancelled_request_leaves_its_room_to_the_next():
     assert run(scenario()).finish == "length"
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_token_is_lost_or_sampled_twice_whatever_replicas_do(data: st.DataObject):
     """Replicas die, drain and join at random; every request ends with the tokens that one replica would have given."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.simulate.sim_engine import SimEngine, SimRequest
@@ -114,7 +114,6 @@ def test_what_is_aborted_goes_on_elsewhere_from_its_tokens():
     assert run_virtual(work()) == ({0: 10}, {0: 10.5}, 5)
 
 
-@settings(max_examples=60)
 @given(
     arrivals=st.lists(st.tuples(st.floats(0, 20), st.integers(1, 60), st.integers(1, 90)), min_size=1, max_size=30),
     cache_tokens=st.integers(150, 2000),

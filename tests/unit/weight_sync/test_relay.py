@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
@@ -166,7 +166,6 @@ def test_a_part_that_never_comes_hides_the_version_until_newer_ones_replace_it()
     run_virtual(main())
 
 
-@settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
 def test_every_relay_gets_every_part_in_any_order(data, num_ranks, num_relays):
     async def main() -> None:
@@ -403,7 +402,6 @@ def test_overlapping_versions_fetch_no_bucket_twice():
 # --------------------------------------------------------------------------------------------------------------- deaths
 
 
-@settings(max_examples=150)
 @given(data=st.data(), num_relays=st.integers(2, 6), num_buckets=st.integers(1, 7))
 def test_survivors_of_any_deaths_get_the_version_without_duplicates(data, num_relays, num_buckets):
     deaths = data.draw(

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.types import Distribution
@@ -22,7 +22,6 @@ def splitmix64(state: int) -> int:
 
 
 @given(seed=st.integers(0, MASK), position=st.integers(0, 1 << 20))
-@settings(max_examples=50)
 def test_uniform_is_the_top_bits_of_splitmix64(seed: int, position: int) -> None:
     bits = splitmix64((splitmix64(seed) + (position + 1) * 0x9E3779B97F4A7C15) & MASK)
     got = uniform(torch.tensor([as_int64(seed)]), torch.tensor([position])).item()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
@@ -80,7 +80,6 @@ def test_only_buckets_with_tokens_are_reported_and_documented() -> None:
     assert undocumented(every) == []
 
 
-@settings(max_examples=50)
 @given(tokens, st.data())
 def test_no_split_into_micro_batches_or_ranks_changes_a_figure(step: list[tuple[float, int]], data) -> None:
     whole = mismatch(step).reduced(RankGroup())
@@ -94,7 +93,6 @@ def test_no_split_into_micro_batches_or_ranks_changes_a_figure(step: list[tuple[
     assert split == pytest.approx(whole, rel=1e-12, abs=1e-12)
 
 
-@settings(max_examples=50)
 @given(tokens)
 @example([(16.9375, 0)])  # as far from the middle of its bin as can be
 def test_percentiles_are_those_of_all_tokens_within_the_resolution(step: list[tuple[float, int]]) -> None:
@@ -105,7 +103,6 @@ def test_percentiles_are_those_of_all_tokens_within_the_resolution(step: list[tu
         assert math.log(figures[f"sampler/ratio_{name}"]) == pytest.approx(exact, abs=BIN_WIDTH / 2 + 1e-9)
 
 
-@settings(max_examples=50)
 @given(tokens, st.floats(-20, 20))
 def test_the_effective_sample_size_lies_between_one_token_and_all(
     step: list[tuple[float, int]], log_ratio: float

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -67,7 +67,6 @@ def check(
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=60)
 @given(
     samples=trees(),
     window=st.sampled_from([None, 1, 2, 5, 30]),
@@ -117,7 +116,6 @@ def test_scores_with_a_soft_cap_are_computed_in_pieces() -> None:
         torch.testing.assert_close(share, x.grad, rtol=1e-3, atol=1e-4)
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from([None, 40, 200]))
 def test_a_mask_of_blocks_leaves_out_no_pair_and_fills_none_that_does_not_attend(seed: int, window: int | None) -> None:
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,6 @@ def cut(tensor: Tensor, draw: Callable) -> list[tuple[Tensor, list[int]]]:
     return parts
 
 
-@settings(max_examples=200)
 @given(st.data(), st.integers(0, 2**30), st.lists(st.integers(1, 12), min_size=1, max_size=3), st.sampled_from(DTYPES))
 def test_checksums_of_any_rectangles_add_up_to_that_of_the_tensor(data, seed, shape, dtype):
     tensor = random_tensor(seed, shape, dtype)

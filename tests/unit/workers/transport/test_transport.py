@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -49,7 +49,6 @@ def packed(weights: Weights, bucket_bytes: int, num_ranks: int = 1) -> tuple[Man
     return Manifest(tuple(parts)), buckets
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=6, max_size=6),
