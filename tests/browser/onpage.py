@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import pytest
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+Scheme: TypeAlias = Literal["light", "dark"]
 VIEWS: Mapping[str, tuple[str, str | None, Mapping[str, object]]] = {
     "runs": ("runs", None, {}),
     "compare": ("compare", None, {"run": ["small", "planted"]}),
@@ -35,6 +37,11 @@ VIEWS: Mapping[str, tuple[str, str | None, Mapping[str, object]]] = {
     "components": ("components", None, {}),
 }
 """Every view as `conftest.visit` takes it, by a name: of the run that has the most to show in it."""
+VARIANTS = {"closer overview", "replicas", "drops", "grouped episodes", "samples", "grouped runs"}
+"""Names of views that show more of a view that is listed by another name, too."""
+each_view = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in VARIANTS else []) for name in VIEWS]
+)
 
 
 def see(page: Page, testid: str) -> Locator:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.onpage import SCHEMES, VIEWS
+from tests.browser.onpage import VIEWS, Scheme, each_view
 
 axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed")
 
@@ -17,13 +17,22 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_axe_finds_nothing_in_a_view(page: Page, visit: Visit, name: str) -> None:
+@pytest.mark.parametrize(
+    "screens",
+    [
+        pytest.param([(1440, "light"), (390, "dark")], id="two"),
+        pytest.param([(1440, "dark"), (390, "light")], id="two others", marks=pytest.mark.nightly),
+    ],
+)
+@each_view
+def test_axe_finds_nothing_in_a_view(
+    page: Page, visit: Visit, name: str, screens: Sequence[tuple[int, Scheme]]
+) -> None:
     view, run, query = VIEWS[name]
     visit(view, run, **query)
     page.evaluate(_UNFOLD)
     page.evaluate(axe.AXE_SCRIPT)
-    for width, scheme in product((1440, 390), SCHEMES):
+    for width, scheme in screens:
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
         found = page.evaluate(_FINDINGS)

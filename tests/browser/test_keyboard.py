@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser.conftest import shown
-from tests.browser.onpage import VIEWS
+from tests.browser.onpage import VIEWS, each_view
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 
@@ -143,7 +143,7 @@ def test_the_first_tab_stop_skips_to_the_content(visit: Visit) -> None:
     shown(page, "overview")
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@each_view
 def test_tab_reaches_every_control_with_a_visible_focus(visit: Visit, name: str) -> None:
     view, run, query = VIEWS[name]
     page = visit(view, run, **query)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser.conftest import NARROW, Complaints, address_of, shown
-from tests.browser.onpage import SCHEMES, VIEWS
+from tests.browser.onpage import VIEWS, Scheme, each_view
 from tests.dashboards import served
 from tests.histories import History, Shape
 
@@ -27,16 +27,24 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
 SCREENS = os.environ.get("RLSYS_SCREENS", "")
-WIDTHS = (390, 1440, 2560)
 _READABLE = (Path(__file__).parent / "readable.js").read_text()
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_view_is_readable_on_every_screen(page: Page, visit: Visit, name: str) -> None:
+@pytest.mark.parametrize(
+    "screens",
+    [
+        pytest.param([(390, "light"), (1440, "dark"), (2560, "light")], id="three"),
+        pytest.param([(390, "dark"), (1440, "light"), (2560, "dark")], id="three others", marks=pytest.mark.nightly),
+    ],
+)
+@each_view
+def test_a_view_is_readable_on_every_screen(
+    page: Page, visit: Visit, name: str, screens: Sequence[tuple[int, Scheme]]
+) -> None:
     view, run, query = VIEWS[name]
     visit(view, run, **query)
     assert name == "components" or page.get_by_test_id("error").count() == 0
-    for width, scheme in product(WIDTHS, SCHEMES):
+    for width, scheme in screens:
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
         page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth", timeout=3_000)

@@ -23,7 +23,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("framework", ["openai_agents", pytest.param("smolagents", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", ["openai_agents", "smolagents"])
 def test_an_agent_of_a_framework_is_trained_as_it_is(cluster, framework: str, files: Path, tmp_path: Path):
     agent = f"examples.agent_frameworks.agents:with_{framework}"
     keys = [

@@ -30,11 +30,10 @@ except RlsysError as error:
     [
         ("", {}, "ClusterError a local Ray cluster did not start: "),
         ("head", {}, "ConfigError ray.address: cannot join 'head': "),
-        pytest.param(
+        (
             "",
             {"RAY_ADDRESS": "ray://127.0.0.1:1"},
             "ConfigError RAY_ADDRESS=ray://127.0.0.1:1: a driver must run inside",
-            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -324,6 +324,7 @@ def as_nobody(home: str, *command: str | Path) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_suite_passes_as_another_user_too():
     if os.getuid() != 0:
