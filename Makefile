@@ -37,6 +37,9 @@ nightly: setup-dev
 	@$(TOGETHER) types lint imports
 	@$(TOGETHER) PROFILE=nightly DAILY= ray-and-pages all-else
 
+# Hundreds of processes import the same modules: each would compile them again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Examples that Hypothesis tries (tests/conftest.py), and what is left out by day.
 PROFILE := daily
 DAILY := and not nightly

@@ -38,6 +38,7 @@ def typed(prompt: str) -> str:
     return '{"name": "Oslo"}}\n</tool_call>' if begun else '{"name": "final_result", "arguments": {"name": "Oslo"}}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "reply", "expected"),
     [

@@ -70,6 +70,7 @@ def test_a_plan_prints_a_row_for_each_worker():
     assert rows[-1].startswith("published weights in host memory: at most ")
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_ends_with_2_and_the_nearest():
     arguments = [*PLAN, "--gpus", "8", "--gpu-memory", "4GB", "--json"]
     done = subprocess.run([RLSYS, "plan", *arguments], capture_output=True, text=True, check=False)
@@ -80,6 +81,7 @@ def test_a_plan_that_does_not_fit_ends_with_2_and_the_nearest():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_and_checks_the_memory_of_models_in_folders(job: str):
     arguments = ["train", *PLAN, f"data.path={Path(job).with_name('tasks.jsonl')}", "reward.fn=exact", "--dry-run"]
     done = CliRunner().invoke(app, [*arguments, "--gpu-memory", "80GB"])

@@ -56,6 +56,7 @@ def test_an_idle_connection_is_closed(address) -> None:
         assert rest_of(connection).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_its_answers_is_hung_up_on(address) -> None:
     with socket.create_connection(address, 10) as connection:
         connection.setblocking(False)

@@ -57,6 +57,7 @@ def answers(readings: Readings) -> Iterator[object]:
                     yield about()
 
 
+@pytest.mark.slow
 def test_questions_about_damaged_runs_are_answered_or_refused(whole: Path, tmp_path: Path, fuzz_case: int) -> None:
     random = Random(fuzz_case)
     for i in range(FOLDERS_PER_CASE):

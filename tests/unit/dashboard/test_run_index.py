@@ -321,6 +321,7 @@ def test_rollouts_that_lead_out_of_the_served_folder_are_left_out(tmp_path: Path
     assert index.sql("select * from episodes").num_rows == 708
 
 
+@pytest.mark.slow
 def test_the_table_of_runs_has_configuration_keys_and_metrics(tmp_path: Path) -> None:
     for seed in range(4):
         run = small_run(tmp_path / f"seed{seed}")
