@@ -25,6 +25,7 @@ from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import ActivationCheckpointing, MemorySavings
 from rlsys.errors import ModelError, TrainingError
 from rlsys.monitoring.metric_catalog import undocumented
+from tests.by_day import first_by_day
 from tests.models import VOCAB, random_prompt, random_sample, save_model, tiny_llama, tiny_qwen3
 from tests.training import SETTINGS, JoinedRanks, Surrogate, data_of, differing, everything_in, planned
 from workers.train.rank_group import RankGroup
@@ -118,7 +119,7 @@ def test_checkpointing_changes_no_bit_of_a_critic(
     assert differing(everything_in(plain.folder), everything_in(checkpointed.folder)) == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_by_day(["float32", "bfloat16"]))
 def test_a_critic_with_lora_trains_its_head_and_an_adapter(
     dtype: Dtype, two_ranks: JoinedRanks, model_path: str, tmp_path: Path
 ) -> None:
@@ -183,7 +184,7 @@ def test_it_learns_what_its_states_tell_of_the_returns(model_path: str) -> None:
     assert metrics[2]["critic/lr"] == 3e-2
 
 
-@pytest.mark.parametrize("over", ["tokens", "sequences", "agents"])
+@pytest.mark.parametrize("over", first_by_day(["tokens", "sequences", "agents"]))
 def test_two_ranks_and_any_micro_batches_learn_what_one_does(
     over: Literal["tokens", "sequences", "agents"], model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from rlsys.types import VersionSpan
 from rlsys.weight_sync.manifest import content_hash
 from tests.contract.engines import (
     LORA,
+    NIGHTLY,
     VLLM,
     Kit,
     ask,
@@ -34,7 +35,9 @@ from workers.transport.checksums import hash_of
 KITS = [
     pytest.param(Kit(lambda: scripted(resident_versions=2), tied=None), id="scripted"),
     pytest.param(Kit(lambda: local(resident_versions=2), tied=True), id="local-tied"),
-    pytest.param(Kit(lambda: local(qwen(tied=False), resident_versions=2), tied=False), id="local-untied"),
+    pytest.param(
+        Kit(lambda: local(qwen(tied=False), resident_versions=2), tied=False), id="local-untied", marks=NIGHTLY
+    ),
     pytest.param(Kit(lambda: local_lora(resident_versions=2), tied=True, has_adapter=True), id="local-lora"),
     pytest.param(
         Kit(lambda: vllm(tied=True, lora=LORA, resident_versions=2), tied=True, is_costly=True, has_adapter=True),

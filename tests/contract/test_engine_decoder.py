@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rlsys.routing.requests import Completion, Request
 from rlsys.types import PolicyVersion, Sampling
+from tests.by_day import first_by_day
 from tests.contract.engines import NUM_VOCAB, head, llama, qwen
 from tests.families import tiny
 from workers.engines.local.decoder import Decoder
@@ -88,7 +89,7 @@ def gemma(*, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module", params=[qwen, llama, gemma])
+@pytest.fixture(scope="module", params=first_by_day([qwen, gemma, llama], 2))
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
 
@@ -176,7 +177,7 @@ def test_a_decoder_that_keeps_no_replies_computes_the_same_tokens_anew() -> None
 
 
 @pytest.mark.parametrize("make", [llama, gemma])
-@pytest.mark.parametrize("num_prompt", [1, 8, 90, 700])
+@pytest.mark.parametrize("num_prompt", first_by_day([8, 90, 1, 700], 2))
 def test_a_long_completion_is_gone_on_with_bit_for_bit(make: Callable[..., PreTrainedModel], num_prompt: int) -> None:
     decoder = Decoder(make(), num_slots=2, max_context=1024, stop_token_ids=())
     prompt = tuple(3 * k % NUM_VOCAB for k in range(num_prompt))

@@ -25,6 +25,7 @@ from rlsys.config.mesh_section import MeshSection
 from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError
 from rlsys.types import Distribution
+from tests.by_day import first_by_day
 from tests.families import SPLIT_FAMILIES, tiny
 from tests.models import save_model
 from tests.training import (
@@ -160,7 +161,9 @@ def test_a_layout_arrives_at_the_weights_of_one_rank(
     [MemorySavings("selective", "update"), MemorySavings("full", offload=True)],
     ids=["gathered", "offloaded"],
 )
-@pytest.mark.parametrize("mesh", [MeshSection(shard=2, tensor=2), MeshSection(context=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", first_by_day([MeshSection(shard=2, tensor=2), MeshSection(context=2, tensor=2)]), ids=str
+)
 def test_savings_of_memory_change_nothing(
     mesh: MeshSection, savings: MemorySavings, model_path: str, one: Outcome, four_ranks: JoinedRanks
 ) -> None:
@@ -173,7 +176,7 @@ def test_an_adapter_is_trained_in_other_layouts(mesh: MeshSection, model_path: s
     assert_alike(two_ranks(do, replace(job, mesh=mesh))[0], do(job, RankGroup()))
 
 
-@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+@pytest.mark.parametrize("family", first_by_day(SPLIT_FAMILIES, 3))
 def test_every_family_is_split(family: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks, tmp_path: Path) -> None:
     path = save_model(tmp_path, tiny(family))
     job = Job(model_path=path, num_steps=1, max_tokens=400)
@@ -256,7 +259,7 @@ def test_experts_are_split_over_ranks_of_one_copy(sizes: dict[str, int]) -> None
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(), PPO(), KTO()], ids=["grpo", "ppo", "kto"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_by_day(range(3)))
 def test_any_layout_of_random_trees_trains_as_one_rank_that_shares_nothing(
     algorithm: Algorithm, seed: int, model_path: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks
 ) -> None:
@@ -278,7 +281,7 @@ def test_any_layout_of_random_trees_trains_as_one_rank_that_shares_nothing(
 
 
 @pytest.mark.parametrize(
-    "savings", [NO_SAVINGS, MemorySavings("full", "update", offload=True)], ids=["plain", "saving"]
+    "savings", first_by_day([NO_SAVINGS, MemorySavings("full", "update", offload=True)]), ids=["plain", "saving"]
 )
 @pytest.mark.parametrize(
     ("family", "mesh"),

@@ -17,6 +17,7 @@ from rlsys.config.schema import NO_SAVINGS, MemorySavings
 from rlsys.errors import WeightsMismatch
 from rlsys.types import Distribution
 from rlsys.weight_sync.manifest import Manifest, VersionPart
+from tests.by_day import first_by_day
 from tests.families import SPLIT_FAMILIES, tiny
 from tests.models import save_model
 from tests.training import SETTINGS, JoinedRanks, Surrogate, data_of, differing, planned
@@ -73,7 +74,7 @@ def assert_whole(told: list[Published]) -> None:
     assert manifest.num_bytes < 1.5 * sum(tensor.nbytes for tensor in gathered.values()) + 4096 * len(told)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_by_day(["bfloat16", "float32"]))
 @pytest.mark.parametrize("mesh", [ONE, *TWO, *FOUR], ids=str)
 def test_the_parts_of_all_ranks_are_the_weights(
     mesh: MeshSection, dtype, model_path: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks
@@ -98,13 +99,13 @@ def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinedRank
     ranks.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_eight_ranks_publish_the_weights(dtype, model_path: str, eight_ranks: JoinedRanks) -> None:
     assert_whole(eight_ranks(published, Job(model_path=model_path, mesh=MeshSection(shard=4, tensor=2), dtype=dtype)))
 
 
-@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+@pytest.mark.parametrize("family", first_by_day(SPLIT_FAMILIES, 3))
 def test_every_family_is_published_from_split_layers(family: str, four_ranks: JoinedRanks, tmp_path: Path) -> None:
     expert = 2 if family in ("gpt_oss", "qwen3_moe", "mixtral") else 1
     tensor, context = (1, 2) if family == "gpt_oss" else (2, 1)  # gpt-oss has no plan for tensor

@@ -24,6 +24,7 @@ from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.types import Distribution
 from rlsys.weight_sync.manifest import Manifest, VersionPart
+from tests.by_day import first_by_day
 from tests.models import save_model, tiny_llama, tiny_qwen3
 from tests.training import (
     PLAIN,
@@ -129,7 +130,7 @@ def test_two_ranks_arrive_at_the_weights_of_one(
         assert c == b
 
 
-@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("how", first_by_day(["selective", "full"]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpointing_changes_no_bit_on_two_ranks(
     how: ActivationCheckpointing, dtype: Literal["float32", "bfloat16"], two_ranks: JoinedRanks, model_path: str
@@ -141,7 +142,7 @@ def test_checkpointing_changes_no_bit_on_two_ranks(
     assert metrics == same_metrics
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("how", first_by_day(["none", "full"]))
 @pytest.mark.parametrize("algorithm", [PLAIN, Measuring()])
 def test_weights_gathered_once_an_update_arrive_at_those_of_one_rank(
     how: ActivationCheckpointing, algorithm: Algorithm, two_ranks: JoinedRanks, model_path: str
@@ -154,7 +155,7 @@ def test_weights_gathered_once_an_update_arrive_at_those_of_one_rank(
         assert exact(b) == pytest.approx(exact(a), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("gather", "num_gathers"), [("micro_batch", 2 * 3), ("update", 1)])
+@pytest.mark.parametrize(("gather", "num_gathers"), first_by_day([("update", 1), ("micro_batch", 2 * 3)]))
 def test_a_layer_is_gathered_and_summed_as_often_as_configured(gather: GatherWeights, num_gathers: int) -> None:
     """Of 64 ranks, with three micro-batches an update."""
     counted = in_fresh_process("benchmarks.trainer:collectives_of_a_layer", gather, 3)

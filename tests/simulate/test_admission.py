@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 
 from rlsys.testing import FakeRun, FakeWorld
+from tests.by_day import first_by_day
 from tests.simulate.world import latencies
 
 STEADY = 30
@@ -45,7 +46,7 @@ def pace_of(
     )
 
 
-@pytest.mark.parametrize("rollout_s", [1.0, 10.0, 20.0])
+@pytest.mark.parametrize("rollout_s", first_by_day([10.0, 1.0, 20.0]))
 def test_a_busy_trainer_trains_fresher_tokens_at_the_same_speed(tmp_path: Path, rollout_s: float):
     adapted, full = (
         pace_of(tmp_path, lambda group_id: rollout_s, lambda version: 10.0, adaptive=each) for each in (True, False)
@@ -62,7 +63,7 @@ def test_a_trainer_that_waits_for_slow_rollouts_keeps_all_permits(tmp_path: Path
     assert adapted == full and adapted.target == 4.0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_by_day(range(3)))
 def test_rollouts_of_any_length_lose_little_speed(tmp_path: Path, seed: int):
     """Heavy-tailed rollouts and steps: a permit that was saved may be missing later, until it is added again."""
     adapted, full = (

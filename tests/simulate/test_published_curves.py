@@ -19,6 +19,7 @@ FAST_LINKS = ["weights.link_bytes_per_s=5e10", "weights.link_latency_s=0.001"]
 """Links of Laminar's cluster."""
 
 
+@pytest.mark.nightly
 def test_areal_throughput_is_within_15_percent_of_the_paper():
     an_eighth = ["gpus=16", "groups_per_step=64"]
     outcome = simulate("areal", an_eighth, steps=12, sweep=Sweep("max_staleness", tuple(AREAL)))
@@ -53,6 +54,7 @@ def test_slow_links_hold_rollouts_up():
     assert ours.tokens_per_s < fast.tokens_per_s
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_1024_gpus_and_8192_trajectories_a_step_take_seconds():
     """20 steps are to take at most 60 s of one core; a fifth of them here, and room for a busy machine."""

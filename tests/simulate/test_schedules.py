@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.by_day import first_by_day
 from tests.simulate.schedules import outcome_of, played, sessions_of
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", first_by_day(range(10), 3))
 def test_random_schedules_stay_bounded_and_train_every_task_once(block):
     for seed in range(12 * block, 12 * (block + 1)):
         outcome = played(seed)

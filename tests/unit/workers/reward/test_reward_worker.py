@@ -22,6 +22,7 @@ import pytest
 from rlsys.errors import ConfigError, WorkerDied
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import OK, Episode, Outcome, Score, Task, Trajectory, Turn, VersionSpan, failed
+from tests.by_day import first_by_day
 from tests.processes import is_gone
 from workers.reward.reward_process import LimitedOutput
 from workers.reward.reward_worker import RewardWorker
@@ -245,7 +246,7 @@ def test_memory_of_a_function_is_limited(spec: RewardSpec) -> None:
     assert large.failure.startswith("judge: raised MemoryError") and right == scored_as(1.0)
 
 
-@pytest.mark.parametrize("end", ["crash", "hang"])
+@pytest.mark.parametrize("end", first_by_day(["crash", "hang"]))
 def test_what_a_function_started_ends_with_its_process(spec: RewardSpec, tmp_path: Path, end: str) -> None:
     started = tmp_path / "pids"
     scores(spec, f"start {started} {end}", timeout_s=5)
