@@ -45,6 +45,9 @@ PROFILE := daily
 DAILY := and not nightly
 PYTEST := $(PY) -m pytest --hypothesis-profile=$(PROFILE)
 
+# Two lanes for two cores, of about the same length: a test with Ray has several processes and mostly waits for them,
+# and those of the browser wait for pages; all others keep one core busy, and those with vLLM come last, when the lane
+# beside is in the browser. Ranks and replicas have deadlines, so a third lane would cost more than it gains.
 ray-and-pages:
 	failed=0; \
 	$(PYTEST) tests/ray tests/oracle tests/contract -m "ray $(DAILY)" || failed=1; \

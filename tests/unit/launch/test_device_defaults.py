@@ -12,6 +12,8 @@ from rlsys.launch.device_defaults import filled_in, with_device_defaults
 from rlsys.launch.fitting import memory_plan
 from rlsys.launch.run_folder import write_run_dir
 
+pytestmark = pytest.mark.slow
+
 PLANNED = Path(__file__).parents[3] / "docs" / "plan"
 GB = 10**9
 ON_GPUS = ["train.num_gpus=1", "rollout.num_gpus=1", "rollout.engine=local"]

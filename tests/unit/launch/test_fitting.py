@@ -13,6 +13,8 @@ from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
 from rlsys.launch.preflight import check_rows
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[3] / "docs" / "plan"
 
 

@@ -68,6 +68,7 @@ def test_only_the_newest_checks_are_remembered(model: Path, tmp_path: Path) -> N
     assert not (folder / "old0").exists()
 
 
+@pytest.mark.slow
 def test_a_second_start_imports_no_model_library(model: Path, tmp_path: Path) -> None:
     (data := tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "1 2", "answer": "3"}) + "\n")
     program = (

@@ -93,6 +93,7 @@ def test_refusals_name_what_is_wrong(model: str):
     asked(model, stranger, token="another token")
 
 
+@pytest.mark.slow
 def test_the_command_prints_how_to_reach_it_and_ends_on_ctrl_c(model: str):
     command = [str(RLSYS), "serve", model, "--port", "0", *KEYS]
     environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
