@@ -92,7 +92,6 @@ def samples_of(run: Path, dataset: str) -> list[dict[str, Any]]:
     return json.loads(asked.stdout)["rows"]
 
 
-@pytest.mark.nightly
 def test_a_run_is_evaluated_by_a_command(history: History, data_path: Path):
     sets = ["--data", str(data_path), "--data", f"other={data_path}"]
     ended = rlsys("eval", history.job.run_dir, *sets, "--limit", "6", "--n", "2", "--temperature", "1", "--json")

@@ -198,7 +198,6 @@ def test_a_blocked_session_worker_is_named_with_its_line_and_blocks_no_other(clu
     crew.played(scenario)
 
 
-@pytest.mark.nightly
 def test_a_slow_tool_keeps_no_weights_back_and_ends_nothing(cluster, model_path, data_path, tmp_path):
     """A group that waits for its tool holds its version at one replica; the other takes new weights meanwhile."""
     keys = [
