@@ -158,8 +158,8 @@ class Chaos:
         if code != 1 or ended["kind"] != "run_ended" or "Traceback" in self.run.console:
             self.broken.append(f"lost cluster: exit code {code} after {self.named_s[-1]:.1f} s; last event {ended}")
         self.cluster.start_again()
-        kept = [word for word in self.run.command if not word.startswith("ray.address=")]
-        self.run.command = [*kept, f"ray.address={self.cluster.address}"]
+        kept = [word for word in self.run.command if not word.startswith("ray=")]
+        self.run.command = [*kept, f"ray={self.cluster.address}"]
 
     def _fill_shared_memory(self) -> None:
         with tempfile.NamedTemporaryFile(dir=SHM, buffering=0) as file:
@@ -314,7 +314,7 @@ def main() -> None:
         raylets(num_nodes, CPUS // num_nodes, STORE_BYTES) as nodes,
     ):
         command = train_command(
-            sorter(arguments.size), Path(name), f"ray.address={nodes.address}", "run.steps=1000000",
+            sorter(arguments.size), Path(name), f"ray={nodes.address}", "run.steps=1000000",
             "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
             "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
             "record.rollouts_every=0", "limits.max_attempts=50",

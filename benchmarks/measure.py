@@ -227,7 +227,7 @@ class Raylets:
 
     @property
     def address(self) -> str:
-        """Address for `ray.address`."""
+        """Address for the key `ray`."""
         assert self.cluster.address is not None
         return self.cluster.address
 

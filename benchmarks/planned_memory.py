@@ -16,7 +16,7 @@ from benchmarks.trainer import GROUP_SIZE, PROMPT, peak_of
 
 if TYPE_CHECKING:
     from rlsys.batch.tensors import MicroBatch
-    from rlsys.config.schema import ActivationCheckpointing
+    from rlsys.config.train_section import ActivationCheckpointing
 
 POSITIONS = {"full": 1024, "quick": 1024, "short": 64}
 SMOLLM2: dict[str, Any] = {
@@ -101,7 +101,7 @@ def _rank_step(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlsys.config.schema import MemorySavings
+    from rlsys.config.train_section import MemorySavings
     from rlsys.types import Distribution
     from workers.model.logprobs import Scorer
     from workers.model.model_loading import CPU

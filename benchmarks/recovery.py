@@ -40,7 +40,7 @@ def main() -> None:
     recovery_s: dict[str, list[float]] = {name: [] for name in cases}
     chance = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="recovery_") as name:
-        keys = ("ray.address=local", "algorithm.kl_coef=0.01", "reward.workers=2", "run.steps=1000000")
+        keys = ("ray=local", "algorithm.kl_coef=0.01", "reward.workers=2", "run.steps=1000000")
         command = train_command(
             sorter(arguments.size), Path(name), *keys, "record.rollouts_every=0", "checkpoint.every=10"
         )

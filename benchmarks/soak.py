@@ -48,7 +48,7 @@ def main() -> None:
     adopt_orphans()
     before = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="soak_") as name:
-        keys = ("ray.address=local", "algorithm.kl_coef=0.01", "asynchrony.max_staleness=2", "eval.every=50")
+        keys = ("ray=local", "algorithm.kl_coef=0.01", "asynchrony.max_staleness=2", "eval.every=50")
         command = train_command(
             sorter(arguments.size),
             Path(name),

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from benchmarks.measure import Size, in_fresh_process, in_turn, parser_of, print_result, ratios, spreads
 from benchmarks.packed_rows import positions_per_token, random_model
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights
+from rlsys.config.train_section import ActivationCheckpointing, GatherWeights
 from rlsys.types import Distribution
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _collectives(gather: GatherWeights, num_micro_batches: int, num_layers: int)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlsys.config.mesh_section import MeshSection
-    from rlsys.config.schema import MemorySavings
+    from rlsys.config.train_section import MemorySavings
     from workers.model.model_loading import CPU
     from workers.train.layout import RankLayout
     from workers.train.rank_group import RankGroup

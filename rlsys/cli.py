@@ -402,11 +402,11 @@ def inspect_data(
         raise typer.BadParameter(f"--columns {unpaired}: give OURS=THEIRS, as in prompt=problem")
     from rlsys import launch
     from rlsys.config.chat_section import ChatSection
+    from rlsys.config.data_section import DataSection
     from rlsys.config.loader import load
     from rlsys.data.inspection import lines_of
-    from rlsys.data.row_adapters import Columns
 
-    names = load(Columns, [], columns or [])
+    names = load(DataSection, [], ["path=none", *(f"columns.{column}" for column in columns or [])]).columns
     section = load(ChatSection, [], chat or [])
     found = launch.inspect_data(path, columns=names, model=model, max_prompt_tokens=max_prompt_tokens, chat=section)
     _echo(asdict(found), lines_of(found), as_json=as_json)

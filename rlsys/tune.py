@@ -69,7 +69,7 @@ def of_trial(config: Config, values: Mapping[str, object], folder: Path) -> Conf
     """Return the configuration of the next run in the folder of a trial. Raises `ConfigError`."""
     tree = config.model_dump(mode="json")
     own = {"run.folder": str(folder), "run.name": f"run{sum(1 for _ in folder.glob('run*'))}", "run.resume": "never"}
-    own |= {"checkpoint.keep_last": max(KEPT, config.checkpoint.keep_last), "dashboard.enabled": False}
+    own |= {"checkpoint.keep_last": max(KEPT, config.checkpoint.keep_last), "dashboard": None}
     for key, value in {**values, **own}.items():
         section: dict[str, Any] = tree
         *sections, last = key.split(".")

@@ -22,7 +22,7 @@ from typing import Any
 from rlsys.algorithm import Signal
 from rlsys.contracts import Busy, GroupScores, Saving, TrainedGroup, Workers
 from rlsys.data.task_source import TaskSource
-from rlsys.loop.build_driver import build_driver
+from rlsys.loop.build_driver import WITHOUT_REPACKING, build_driver
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import AlertRaised, Events, RunStarted
 from rlsys.monitoring.trackers.jsonl import JsonlSink
@@ -103,7 +103,7 @@ async def _run(watched: Watched, folder: Path) -> list[AlertRaised]:
     sections = {
         "run": {"steps": watched.steps},
         "algorithm": RewardAsAdvantage(group_size=4, needs=watched.needs),
-        "rollout": {"replicas": watched.replicas, "repack_s": 0, "max_new_tokens": 1000},
+        "rollout": {"replicas": watched.replicas, "max_new_tokens": 1000},
         "train": {"groups_per_step": watched.groups},
         "asynchrony": {"max_staleness": watched.max_staleness},
         "limits": {"group_s": 1e9, "no_progress_s": 1e9},
@@ -122,7 +122,9 @@ async def _run(watched: Watched, folder: Path) -> list[AlertRaised]:
     held_out = [Task(id=f"held-out-{i}", prompt=f"{i}?", source=HELD_OUT) for i in range(12)]
     workers: Workers = replace(world.workers(), **watched.workers(world))
     source = TaskSource(tasks, seed=watched.seed)
-    driver = build_driver(config, workers, source, events, eval_sets={HELD_OUT: held_out}, look_s=2.0)
+    driver = build_driver(
+        config, workers, source, events, eval_sets={HELD_OUT: held_out}, look_s=2.0, constants=WITHOUT_REPACKING
+    )
     events.emit(RunStarted(str(folder), 0, watched.steps, watched.max_staleness))
     run = asyncio.create_task(driver.run(0))
     # A run with a stuck group never ends.
@@ -541,7 +543,7 @@ CAUSES: Mapping[str, PlantedCause] = {
         ),
         "annotate",
         "",
-        ["reference.threads"],
+        ["resources.reference.threads"],
     ),
     "the hand-over of weights": PlantedCause(
         Watched(max_staleness=0, rollout_s=lambda noise: 0.2, train_s=0.2, world={**_QUICK, "broadcast_s": 4.0}),

@@ -22,7 +22,7 @@ from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
 from rlsys.contracts import GroupScores, TrainStats
 from rlsys.data.task_source import TaskSource
-from rlsys.loop.build_driver import build_driver
+from rlsys.loop.build_driver import WITHOUT_REPACKING, build_driver
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import EngineChosen, Event, Events, PhaseDone, RunStarted, StepDone
@@ -53,7 +53,7 @@ _SECTIONS: dict[str, Any] = {
     "run": {"steps": TOTAL_STEPS},
     "model": {"path": "models/make-believe"},
     "algorithm": RewardAsAdvantage(group_size=4),
-    "rollout": {"replicas": 4, "repack_s": 0},
+    "rollout": {"replicas": 4},
     "reward": {"workers": 1},
     "train": {"groups_per_step": _GROUPS_PER_STEP},
     "asynchrony": {"max_staleness": _MAX_STALENESS, "window": _WINDOW},
@@ -118,7 +118,9 @@ def _driver(config: Config, events: Events) -> Driver:
     workers = replace(
         world.workers(), rollouts=_Rollouts(world), rewards=_SlowRewards(world), actor=_CollapsingActor(world)
     )
-    return build_driver(config, workers, TaskSource(_tasks(), seed=0, shuffle=False), events, look_s=2.0)
+    return build_driver(
+        config, workers, TaskSource(_tasks(), seed=0, shuffle=False), events, look_s=2.0, constants=WITHOUT_REPACKING
+    )
 
 
 def _tasks() -> list[Task]:

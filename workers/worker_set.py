@@ -16,6 +16,7 @@ from rlsys.contracts import Composer, PinnedRollouts, Rewards, Rollouts, StepAnn
 from rlsys.errors import WorkerError
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import POLICY
+from rlsys.weight_sync.links import TRANSFER_S
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
 from workers.ray.pool import Pool, PoolSpec
@@ -36,6 +37,7 @@ from workers.train.train_handles import ActorHandle, CriticHandle, RanksHandle, 
 
 if TYPE_CHECKING:
     from rlsys.config import Config
+    from rlsys.config.run_sections import WorkerRole
 
 W = TypeVar("W")
 VLLM_MEMORY = 0.9
@@ -187,7 +189,7 @@ class WorkerSet:
 def _relays(config: Config) -> RayRelays:
     """Start the relays of a policy. Replicas that wait for the first version know its size from the model's files."""
     num_bytes = 0 if config.train.lora else weight_bytes(config.model.path)
-    return RayRelays.start(config.limits.transfer_s, num_bytes=num_bytes)
+    return RayRelays.start(TRANSFER_S, num_bytes=num_bytes)
 
 
 def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
@@ -205,7 +207,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         stabilizer=config.stabilizer,
         distribution=config.rollout.distribution,
         probe_length=_probe_length(config),
-        resources=Resources(train.num_cpus, train.num_gpus, train.threads),
+        resources=_resources(config, "actor"),
     )
     ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, relays.route)
     signals = config.algorithm.signals
@@ -242,7 +244,7 @@ def start_critic(config: Config) -> CriticHandle:
         savings=config.train.savings,
         lora=config.critic_lora,
         algorithm=config.algorithm,
-        resources=Resources(section.num_cpus, section.num_gpus, section.threads),
+        resources=_resources(config, "critic"),
     )
     ranks = _ranks(config, "critic", CriticRank, spec.resources, spec, config.model.path)
     return CriticHandle(ranks, _silence_s(config), config.train.mesh.num_peers)
@@ -262,6 +264,11 @@ def _ranks(
         ]
 
     return all_ranks
+
+
+def _resources(config: Config, role: WorkerRole) -> Resources:
+    own = config.resources[role]
+    return Resources(own.cpus, own.gpus, own.threads)
 
 
 def _silence_s(config: Config) -> float:
@@ -367,10 +374,10 @@ def _rollout_spec(config: Config, replicas: Mapping[str, ReplicaSpec], *, evalua
         max_prompt_tokens=config.data.max_prompt_tokens,
         chat=rollout.chat.with_text(),
         workflow=rollout.workflow.in_evaluation() if evaluates else rollout.workflow,
-        resources=Resources(rollout.num_cpus, rollout.num_gpus, rollout.threads),
+        resources=_resources(config, "rollout"),
         group_s=config.limits.group_s,
         max_losses=config.limits.max_attempts,
-        ends=None if evaluates else rollout.early_ends,
+        ends_early=rollout.early_ends and not evaluates,
         judge=_judge_of(config) if (rollout.early_ends and config.reward_functions) or scores else None,
         scores=scores,
     )
@@ -380,11 +387,11 @@ def _judge_of(config: Config) -> Callable[[str], RewardWorker]:
     """Return what makes the judge of a session worker: the reward functions, in processes of their own."""
     reward = config.reward
 
-    return partial(_judge, config.reward_functions, reward.processes, reward.timeout_s, reward.memory_mb)
+    return partial(_judge, config.reward_functions, reward.processes, reward.timeout_s)
 
 
-def _judge(specs: Sequence[RewardSpec], processes: int, timeout_s: float, memory_mb: int, name: str) -> RewardWorker:
-    return RewardWorker(specs, processes, timeout_s, memory_mb=memory_mb, name=name)
+def _judge(specs: Sequence[RewardSpec], processes: int, timeout_s: float, name: str) -> RewardWorker:
+    return RewardWorker(specs, processes, timeout_s, name=name)
 
 
 def _replica_spec(
@@ -408,17 +415,17 @@ def _replica_spec(
     if isinstance(section := rollout.engine, ServerSection):
         how = {"api_key_env": section.api_key_env, "folder": section.folder, "takes_weights": pulls != "never"}
         servers = tuple(ServerSpec(url=url, **how) for url in section.urls)
-    change = WeightChange(rollout.weight_change if is_trained else "between", config.probe_tolerance)
+    change = WeightChange(rollout.change if is_trained else "between", config.probe_tolerance)
     return ReplicaSpec(engine=engine, change=change, pulls=pulls, servers=servers)
 
 
 def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
     """Start the reward workers; without any, replicas score their groups."""
-    reward, model, limits = config.reward, config.reward.model, config.limits
+    reward, limits = config.reward, config.limits
     if not reward.workers:
         return ReplicaRewards()
-    resources = Resources(reward.worker_cpus, reward.worker_gpus, model.threads if model else 1)
-    arguments = config.reward_functions, reward.processes, reward.timeout_s, reward.memory_mb, model, resources
+    resources = _resources(config, "reward")
+    arguments = config.reward_functions, reward.processes, reward.timeout_s, reward.model, resources
 
     def one(name: str) -> Remote[RewardWorker]:
         return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.group_s)
@@ -428,8 +435,7 @@ def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
 
 def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
     """Start the worker with the frozen initial model of a policy, or another one."""
-    section = config.reference
-    resources = Resources(section.num_cpus, section.num_gpus, section.threads)
+    resources = _resources(config, "reference")
     arguments = config.reference_path, config.dtype, config.rollout.distribution, config.micro_batch_tokens
     build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
 

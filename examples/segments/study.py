@@ -25,7 +25,7 @@ CASES: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("the outcome, with early ends",): (
         "algorithm={type: grpo}",
         "rollout.workflow.probes=0",
-        "rollout.early_ends={after: 0.5, keep: 0.25}",
+        "rollout.early_ends=true",
         "train.final_lr_fraction=1",
     ),
 }

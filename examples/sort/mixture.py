@@ -48,7 +48,7 @@ def prepare_sources(seed: int) -> tuple[Path, object]:
 def overrides_of(weights: str) -> tuple[str, ...]:
     """Overrides of a case."""
     listed = ", ".join(f"{{path: {PREPARED}/{name}.jsonl}}" for name in NAMES)
-    return f"data={{path: '', sources: [{listed}]}}", f"curation.source_weights={weights}"
+    return f"data.path=[{listed}]", f"curation.source_weights={weights}"
 
 
 def figures_of(rows: Sequence[Mapping[str, float]]) -> Row:

@@ -34,7 +34,7 @@ from examples.sort.reward import exact_sort
 from rlsys.algorithm import LossInputs, LossOutput
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.tensors import StepData
-from rlsys.config.schema import LrStaleness
+from rlsys.config.train_section import LrStaleness
 from rlsys.data.task_file import load_tasks
 from rlsys.routing.requests import Request
 from rlsys.types import Distribution, Episode, Group, PolicyVersion, Sampling, Task, Trajectory, Turn

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from algorithms.gac import GAC
 from examples.stability.lab import ALGORITHMS, BLIND, DEFAULT, UNCAPPED, Run
-from rlsys.config.schema import LrStaleness
+from rlsys.config.train_section import LrStaleness
 
 CALIBRATED_ON = 20
 """Synchronous steps for the calibration of thresholds."""

@@ -59,7 +59,7 @@ class Session(SessionRecord):
     def propose(self, row: Mapping[str, Json]) -> None:
         """Propose a task for the run, as a row of data such as `{"prompt": "17 * 23", "answer": "391"}`.
 
-        It joins the source of data that has `proposed: true`, once the group of this episode is trained; without such a
+        It joins the source of data that has `path: proposed`, once the group of this episode is trained; without such a
         source it is ignored. Raises `DataError` for a row that is no task.
         """
         proposed_task(row)

@@ -24,17 +24,18 @@ _CREDENTIAL = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://[^/?#\s@]+@")
 """Start of a URL with a user name or password in it."""
 
 
-def nested(problems: Iterable[Problem]) -> PydanticCustomError:
-    """Combine several problems in one error, each relative to the field whose validator raises it."""
+def nested(problems: Iterable[Problem], *, are_located: bool = False) -> PydanticCustomError:
+    """Combine several problems in one error, each relative to the field whose validator raises it, unless
+    `are_located`: then locations are those of the whole configuration."""
     listed = list(problems)
     text = "; ".join(f"{dotted(location)}: {text}" if location else text for location, text in listed)
-    return PydanticCustomError(NESTED, "{text}", {"text": text, "problems": listed})
+    return PydanticCustomError(NESTED, "{text}", {"text": text, "problems": listed, "are_located": are_located})
 
 
-def refuse(problems: Iterable[Problem]) -> None:
+def refuse(problems: Iterable[Problem], *, are_located: bool = False) -> None:
     """Raise these problems as one error, see `nested`, if there are any."""
     if listed := list(problems):
-        raise nested(listed)
+        raise nested(listed, are_located=are_located)
 
 
 def union_tag(name: str) -> str:
@@ -45,10 +46,13 @@ def union_tag(name: str) -> str:
 def problems_in(error: ValidationError) -> Iterator[Problem]:
     """All problems, those inside `nested` errors at their full location."""
     for detail in error.errors(include_url=False):
-        detail["loc"] = tuple(part for part in detail["loc"] if not str(part).startswith("<"))
+        if detail["loc"][-1:] == ("[key]",) and detail["type"] == "literal_error":
+            detail["type"] = "extra_forbidden"
+        detail["loc"] = tuple(part for part in detail["loc"] if not str(part).startswith("<") and part != "[key]")
         if detail["type"] == NESTED:
-            for location, text in detail.get("ctx", {})["problems"]:
-                yield (*detail["loc"], *location), text
+            found = detail.get("ctx", {})
+            around = () if found["are_located"] else detail["loc"]
+            yield from (((*around, *location), text) for location, text in found["problems"])
         else:
             yield detail["loc"], _text_of(detail)
 

@@ -145,11 +145,7 @@ def _finish_verl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
         done |= {"custom_reward_function.path", "custom_reward_function.name"}
         made.set("reward.fn", f"{file}:{theirs.get('custom_reward_function.name', 'compute_score')}")
     if isinstance(files := made.get("data.path"), list):
-        del made.tree["data"]["path"]
-        if len(files) == 1:
-            made.set("data.path", files[0])
-        else:
-            made.set("data.sources", [{"path": path} for path in files])
+        made.set("data.path", files[0] if len(files) == 1 else [{"path": path} for path in files])
     if isinstance(files := made.get("eval.data"), list):
         made.tree["eval"]["data"] = files[0] if len(files) == 1 else {f"set{i}": path for i, path in enumerate(files)}
     ranks = (_count(theirs.get("trainer.n_gpus_per_node")) or 1) * (_count(theirs.get("trainer.nnodes")) or 1)
@@ -185,7 +181,7 @@ def _complete(made: Conversion) -> None:
     elif made.get("run.epochs") is None:
         made.set("run.epochs", _EPOCHS[made.system])
     for key in ("model.path", "data.path"):
-        if made.get(key) is None and made.get("data.sources" if key == "data.path" else key) is None:
+        if made.get(key) is None:
             made.set(key, "FILL-IN")
             made.notes.append(f"{key}: the file names none")
     longest = (_count(made.get("data.max_prompt_tokens")) or 1024) + (_count(made.get("rollout.max_new_tokens")) or 256)

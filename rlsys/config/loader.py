@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 from ruamel.yaml import YAML, MappingNode, Node, SafeRepresenter, ScalarNode, SequenceNode
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -26,8 +26,9 @@ from rlsys.config.config_problems import (
     unknown_key,
     without_credentials,
 )
+from rlsys.config.moved_keys import take_moved
 from rlsys.config.plugins import PluginKind
-from rlsys.config.policy_sections import OWN, PolicySection
+from rlsys.config.policy_sections import OWN
 from rlsys.errors import ConfigError
 
 Tree: TypeAlias = dict[str, Any]
@@ -41,8 +42,8 @@ _MOST_DIGITS = 1_000
 """Longest integer that is read. Python refuses to convert more than 4,300 digits."""
 _UNPAIRED = re.compile("[\ud800-\udfff]")
 _TAG = "tag:yaml.org,2002:"
-_KEY_TAGS = {f"{_TAG}str", f"{_TAG}merge"}
-_TAGS = {*_KEY_TAGS, *(_TAG + kind for kind in ("null", "bool", "int", "float", "seq", "map"))}
+_KEY_TAGS = {f"{_TAG}str", f"{_TAG}merge", f"{_TAG}int"}
+_TAGS = {*_KEY_TAGS, *(_TAG + kind for kind in ("null", "bool", "float", "seq", "map"))}
 """Types of YAML that JSON has too."""
 
 
@@ -68,10 +69,14 @@ def _validated(config: type[C], layers: Sequence[Layer], where: str) -> C:
             _write_out(layer, at)
         _merge(merged.tree, layer.tree, merged.sources)
         merged.sources |= layer.sources
+    problems = list(take_moved(merged.tree))
     try:
-        return config.model_validate(merged.tree)
+        whole = config.model_validate(merged.tree)
     except ValidationError as error:
-        raise ConfigError(_report(list(problems_in(error)), config, merged, where)) from None
+        raise ConfigError(_report([*problems, *problems_in(error)], config, merged, where)) from None
+    if problems:
+        raise ConfigError(_report(problems, config, merged, where))
+    return whole
 
 
 def tree_in(path: Path) -> Tree:
@@ -183,7 +188,7 @@ def _tree_of(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
 def _yaml_lines(node: Node | None, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
     """Line of every key and of every list entry; an entry is named by its index from 0.
 
-    Raises `_NotYaml` for a value that no JSON has, and a key that is no text.
+    Raises `_NotYaml` for a value that no JSON has, and a key that is neither text nor an integer.
     """
     if node is None:  # the text is empty
         return
@@ -295,12 +300,13 @@ def _source(location: Location, sources: Sources) -> str | None:
 def _keys(config: type[BaseModel], tree: Tree) -> dict[tuple[str, ...], Sequence[str]]:
     """Keys of every section, including those of the chosen plug-ins."""
     keys: dict[tuple[str, ...], Sequence[str]] = {at: [*s.model_fields] for at, s in _sections_under(config)}
+    keys |= dict(_mappings_under(config))
     plugins, policies = list(_plugins_under(config)), _at(tree, ("policies",))
     for at, kind in plugins:
         with suppress(ConfigError):  # already reported as a problem of its `type`
             keys[at] = kind.keys(_at(tree, at))
     for policy in map(str, policies) if isinstance(policies, dict) else ():
-        keys["policies", policy] = tuple(PolicySection.model_fields)
+        keys["policies", policy] = OWN
         keys |= {("policies", policy, name): keys[name,] for name in OWN if (name,) in keys}
         for at, kind in plugins:
             own = _at(tree, ("policies", policy, *at))
@@ -316,6 +322,18 @@ def _plugins_under(section: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], 
         for name, info in inner.model_fields.items():
             parts = [*info.metadata, *_parts_of(info.annotation)]
             yield from (((*at, name), part) for part in parts if isinstance(part, PluginKind))
+
+
+def _mappings_under(section: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], Sequence[str]]]:
+    """Locations of mappings with fixed names, and of sections under each name, with the keys of each."""
+    for at, inner in _sections_under(section):
+        for name, info in inner.model_fields.items():
+            for part in (info.annotation, *_parts_of(info.annotation)):
+                if get_origin(part) is dict and get_origin(get_args(part)[0]) is Literal:
+                    names, values = get_args(get_args(part)[0]), get_args(part)[1]
+                    yield (*at, name), names
+                    if isinstance(values, type) and issubclass(values, BaseModel):
+                        yield from (((*at, name, each), [*values.model_fields]) for each in names)
 
 
 def _parts_of(annotation: object) -> Iterator[object]:
@@ -338,5 +356,5 @@ def _sections_under(
     yield at, section
     for name, info in section.model_fields.items():
         for part in (info.annotation, *_parts_of(info.annotation)):
-            if isinstance(part, type) and issubclass(part, BaseModel):
+            if isinstance(part, type) and issubclass(part, BaseModel) and not issubclass(part, RootModel):
                 yield from _sections_under(part, (*at, name))

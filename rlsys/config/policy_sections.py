@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, ValidationError, model_validator
 
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import Problem, problems_in
+from rlsys.config.config_problems import UNKNOWN, Problem, problems_in, refuse
 from rlsys.config.plugins import ALGORITHMS, STABILIZERS
-from rlsys.config.sections import EvalSection, Section
+from rlsys.config.sections import EvalSection
 from rlsys.config.server_section import ServerSection
 from rlsys.stabilizer import StabilizerPlugin
 
-OWN = ("model", "algorithm", "stabilizer", "rollout", "train", "critic", "reference")
+OWN = ("model", "algorithm", "stabilizer", "resources", "rollout", "train", "critic", "reference")
 """Sections whose keys a policy may override."""
+_MAY_BE_NULL = ("stabilizer", "train")
+_SHARED = {"rollout": "only `engine` can differ", "resources": "only `actor`, `critic` and `reference` can differ"}
+_FREE = {"rollout": {"engine"}, "resources": {"actor", "critic", "reference"}}
+"""What policies that share their replicas may override of these sections."""
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 """Name of a policy, also of its folder in `RUN/policies`."""
 Differences = Annotated[
@@ -23,34 +27,31 @@ Differences = Annotated[
 ]
 
 
-class PolicySection(Section):
-    """One of several policies. A key that is not set here has the value of the section of that name."""
+class PolicySection(RootModel[dict[str, Differences | None]]):
+    """One of several policies: the keys that differ from the sections of the run, by section."""
 
-    is_frozen: bool = False
-    """Use the weights of `model.path` for the whole run, without training."""
-    model: Differences = Field(default={})
-    """Keys of `model` that differ."""
-    algorithm: Differences = Field(default={})
-    """Keys of `algorithm` that differ; with another `type`, all of its keys. `group_size` is the same for all."""
-    stabilizer: Differences | None = Field(default={})
-    """Keys of `stabilizer` that differ; null: none."""
-    rollout: Differences = Field(default={})
-    """Another `engine`, `{engine: {type: vllm_server, urls: [...]}}`: servers of its own. No other key of `rollout`."""
-    train: Differences = Field(default={})
-    """Keys of `train` that differ, such as `lr` or `groups_per_step`."""
-    critic: Differences = Field(default={})
-    """Keys of `critic` that differ."""
-    reference: Differences = Field(default={})
-    """Keys of `reference` that differ."""
+    model_config = ConfigDict(frozen=True)
 
-    @model_serializer(mode="wrap")
-    def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in write(self).items() if key in self.model_fields_set}
+    @property
+    def is_frozen(self) -> bool:
+        """True if the policy has the weights of its model for the whole run, without training: `train: null`."""
+        return "train" in self.root and self.root["train"] is None
+
+    def own(self, section: str) -> dict[str, Any]:
+        """Keys of a section that differ."""
+        return self.root.get(section) or {}
 
     def over(self, sections: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the differences into these sections. Sections that differ become trees; the others are unchanged."""
-        own = {name: getattr(self, name) for name in OWN if name in self.model_fields_set}
-        return {**sections, **{name: _laid_over(_tree(sections[name]), own[name]) for name in own}}
+        own = {name: keys for name, keys in self.root.items() if name != "train" or keys is not None}
+        return {**sections, **{name: _laid_over(_tree(sections[name]), keys) for name, keys in own.items()}}
+
+    @model_validator(mode="after")
+    def _has_known_sections(self) -> Self:
+        refuse(((name,), UNKNOWN) for name in self.root if name not in OWN)
+        text = "null is for stabilizer, and for train of a policy that is not trained; leave the section out"
+        refuse(((name,), text) for name, keys in self.root.items() if keys is None and name not in _MAY_BE_NULL)
+        return self
 
 
 def problems_of(
@@ -60,8 +61,9 @@ def problems_of(
     trained: dict[str, Algorithm] = {}
     owners: dict[str, str] = {}
     for name, policy in policies.items():
-        for key in sorted(policy.rollout.keys() - {"engine"}):
-            yield (name, "rollout", key), "the policies share their replicas: only `engine` can differ"
+        for section, text in _SHARED.items():
+            for key in sorted(policy.own(section).keys() - _FREE[section]):
+                yield (name, section, key), f"the policies share their replicas: {text}"
         try:
             whole: Any = config.model_validate(policy.over(sections))
         except ValidationError as error:
@@ -71,7 +73,7 @@ def problems_of(
             if (owner := owners.setdefault(url, name)) != name:
                 yield (name, "rollout"), f"{url} samples for {owner}: give {name} servers of its own"
         if policy.is_frozen:
-            for key in sorted(policy.model_fields_set - {"is_frozen", "model", "rollout"}):
+            for key in sorted(policy.root.keys() - {"train", "model", "rollout"}):
                 yield (name, key), "a frozen policy is not trained: only its model and its engine can be set"
         else:
             trained[name] = whole.algorithm
@@ -98,18 +100,12 @@ def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, 
         yield (), "all draw the same groups: the section curation is for a run of one policy"
 
 
-def unbound(agents: Mapping[str, str], policies: Mapping[str, PolicySection]) -> Iterator[Problem]:
-    """Agents bound to policies that do not exist."""
-    there = f"there are: {', '.join(policies)}" if policies else "name them in the section policies"
-    for agent, policy in agents.items():
-        if policy not in policies:
-            yield (agent,), f"no policy is called {policy}; {there}"
-
-
 def _tree(section: object) -> dict[str, Any]:
     """A section in the form of a configuration file."""
     if isinstance(section, BaseModel):
         return section.model_dump(mode="json")
+    if isinstance(section, Mapping):  # `resources`
+        return {role: _tree(own) for role, own in section.items()}
     if isinstance(section, Algorithm):
         return ALGORITHMS.written(section)
     return STABILIZERS.written(section) if isinstance(section, StabilizerPlugin) else {}
@@ -119,4 +115,7 @@ def _laid_over(tree: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[s
     """Merge differences into a tree. A change of `type` replaces it, because the keys of the old type do not apply."""
     if own is None:
         return None
-    return dict(own) if own.get("type", tree.get("type")) != tree.get("type") else {**tree, **own}
+    if own.get("type", tree.get("type")) != tree.get("type"):
+        return dict(own)
+    are_nested = {key for key in own if isinstance(own[key], Mapping) and isinstance(tree.get(key), Mapping)}
+    return {**tree, **own, **{key: _laid_over(tree[key], own[key]) for key in are_nested}}

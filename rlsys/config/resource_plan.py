@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rlsys.algorithm import Signal
+from rlsys.config.run_sections import WorkerRole
 from rlsys.config.schema import Config
 
 
@@ -89,8 +90,7 @@ def needs(roles: Sequence[Role]) -> tuple[float, float]:
 
 
 def _roles(config: Config) -> Iterator[Role]:
-    rollout = config.rollout
-    yield Role("rollout", rollout.replicas, rollout.num_cpus, rollout.num_gpus)
+    yield _role(config, "rollout", config.rollout.replicas)
     if config.reward.workers:
         yield _reward(config)
     if not config.policies:
@@ -102,17 +102,22 @@ def _roles(config: Config) -> Iterator[Role]:
 
 
 def _learning(config: Config) -> Iterator[Role]:
-    train, reference, critic = config.train, config.reference, config.critic
-    yield Role("actor rank", train.mesh.num_ranks, train.num_cpus, train.num_gpus)
+    num_ranks = config.train.mesh.num_ranks
+    yield _role(config, "actor", num_ranks, "actor rank")
     if config.has_reference:
-        yield Role("reference", 1, reference.num_cpus, reference.num_gpus)
+        yield _role(config, "reference", 1)
     if Signal.VALUES in config.algorithm.signals:
-        yield Role("critic rank", train.mesh.num_ranks, critic.num_cpus, critic.num_gpus)
+        yield _role(config, "critic", num_ranks, "critic rank")
 
 
 def _evaluation(config: Config) -> Role:
-    return Role("evaluation", config.eval.replicas, config.rollout.num_cpus, config.rollout.num_gpus)
+    return _role(config, "rollout", config.eval.replicas, "evaluation")
 
 
 def _reward(config: Config) -> Role:
-    return Role("reward", config.reward.workers, config.reward.worker_cpus, config.reward.worker_gpus)
+    return _role(config, "reward", config.reward.workers)
+
+
+def _role(config: Config, role: WorkerRole, count: int, name: str = "") -> Role:
+    own = config.resources[role]
+    return Role(name or role, count, own.cpus, own.gpus)

@@ -1,4 +1,4 @@
-"""The `reward` section: one or more weighted reward functions, and a reward model."""
+"""The `reward` section: one or more weighted reward functions, one of which may be a reward model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Tag,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.config_problems import nearest, nested, refuse, shown, union_tag
+from rlsys.config.config_problems import UNKNOWN, Problem, nearest, nested, problems_in, refuse, shown, union_tag
 from rlsys.config.sections import Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
@@ -36,8 +36,8 @@ def _known(spec: str) -> str:
         raise ValueError(f"{spec} is a file; say what in it is meant, as in `{spec}:name`")
     if not name.isidentifier() or (colon and not module):
         raise PydanticCustomError("spec", "should be the name of a built-in, or `module:name` of yours")
-    if not colon and spec not in BUILTIN:
-        hint = nearest(spec, BUILTIN, f"give {', '.join(BUILTIN)}, or `module:name` of yours")
+    if not colon and spec not in (known := (*BUILTIN, MODEL)):
+        hint = nearest(spec, known, f"give {', '.join(known)}, or `module:name` of yours")
         raise ValueError(f"no reward function is named {spec!r}; {hint}")
     return spec
 
@@ -45,15 +45,30 @@ def _known(spec: str) -> str:
 FunctionSpec = Annotated[str, AfterValidator(_known)]
 
 
+class RewardModelSection(Section):
+    """Arguments of `model`, a classifier with one label that scores every episode in the reward workers."""
+
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face sequence classifier with its tokenizer, or `org/name` on the hub."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+    max_tokens: PositiveInt = 4096
+    """Most tokens of prompt and completion together; of longer texts, the end is scored."""
+
+
 class RewardItem(Section):
     """One of several reward functions."""
 
     fn: FunctionSpec
-    """Reward function: a built-in, `module:name`, or `path/to/file.py:name`."""
+    """Reward function: a built-in, `module:name`, or `path/to/file.py:name`. `model`: a Hugging Face sequence
+    classifier with one label, in the reward workers; its args are `path`, `dtype` (float32) and `max_tokens` (4096)."""
     weight: float = 1.0
     """Factor of its value in the sum."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name in its metric `reward/by/NAME`; None: the name of the function."""
+    source: str | None = None
+    """Name of a source of data: this function is of its tasks, for which only such functions count. None: of the tasks
+    of all sources without functions of their own."""
     given: str | None = None
     """Name of another function: this one applies only to episodes for which that one gave more than 0. So a bonus for
     brevity or parallel work goes to right answers alone. None: it applies to all."""
@@ -65,65 +80,57 @@ class RewardItem(Section):
         """`name`, or the default in its place."""
         return self.name or self.fn.rpartition(":")[2]
 
-
-class RewardModelSection(Section):
-    """Classifier with one label that scores together with the functions, or instead of them."""
-
-    path: str = Field(min_length=1)
-    """Folder of a Hugging Face sequence classifier with its tokenizer, or `org/name` on the hub."""
-    weight: float = 1.0
-    """Factor of its value in the sum."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights."""
-    max_tokens: PositiveInt = 4096
-    """Most tokens of prompt and completion together; of longer texts, the end is scored."""
-    threads: PositiveInt = 1
-    """CPU threads of the model in one worker."""
-    num_cpus: NonNegativeFloat = 1.0
-    """CPUs Ray reserves for the model in one worker, besides `reward.num_cpus`."""
-    num_gpus: NonNegativeFloat = 0.0
-    """GPUs Ray reserves for the model in one worker."""
+    @model_validator(mode="after")
+    def _is_a_whole_model(self) -> Self:
+        if self.fn == MODEL:
+            text = "the reward model scores every episode under its own name: leave this out"
+            refuse(((key,), text) for key in ("name", "source", "given") if getattr(self, key) is not None)
+            try:
+                RewardModelSection.model_validate(self.args)
+            except ValidationError as error:
+                has = f"unknown key; it has: {', '.join(RewardModelSection.model_fields)}"
+                problems = ((at, has if text == UNKNOWN else text) for at, text in problems_in(error))
+                raise nested([(("args", *at), text) for at, text in problems]) from None
+        return self
 
 
-def _given_known(items: tuple[RewardItem, ...]) -> tuple[RewardItem, ...]:
-    """Reject a `given` that names no other function without a `given` of its own."""
-    plain = [item.label for item in items if item.given is None]
-    refuse(
-        (
-            (index, "given"),
-            f"no function without `given` is named {item.given!r}; "
-            + nearest(item.given, plain, f"give {' or '.join(plain)}" if plain else "leave one function without it"),
-        )
-        for index, item in enumerate(items)
-        if item.given is not None and item.given not in plain
-    )
+def _belong_together(items: tuple[RewardItem, ...]) -> tuple[RewardItem, ...]:
+    """Reject functions of the same tasks with one name, and a `given` that names no other function of these tasks
+    without a `given` of its own."""
+    problems: list[Problem] = []
+    taken = Counter((item.source, item.label) for item in items)
+    for index, item in enumerate(items):
+        if taken[item.source, item.label] > 1:
+            text = f"{item.label!r} is the name of another function too; give each a different `name`"
+            problems.append(((index, "name"), text))
+        plain = [each.label for each in items if each.given is None and each.source == item.source]
+        if item.given is not None and item.given not in plain:
+            remedy = f"give {' or '.join(plain)}" if plain else "leave one function without it"
+            text = f"no function without `given` is named {item.given!r}; {nearest(item.given, plain, remedy)}"
+            problems.append(((index, "given"), text))
+    refuse(problems)
     return items
 
 
 _ONE, _SEVERAL = union_tag("one"), union_tag("several")
 
 Functions = Annotated[
-    Annotated[FunctionSpec, Tag(_ONE)] | Annotated[tuple[RewardItem, ...], AfterValidator(_given_known), Tag(_SEVERAL)],
+    Annotated[FunctionSpec, Tag(_ONE)]
+    | Annotated[tuple[RewardItem, ...], AfterValidator(_belong_together), Tag(_SEVERAL)],
     Discriminator(lambda value: _ONE if isinstance(value, str) else _SEVERAL),
 ]
-
-
-def specs_of(functions: Functions, *, source: str | None = None) -> tuple[RewardSpec, ...]:
-    """Reward functions, of the tasks of one source or of all others. Raises `ConfigError` for one that was given in
-    another program."""
-    items = (RewardItem(fn=functions),) if isinstance(functions, str) else functions
-    return tuple(RewardSpec(i.fn, i.label, i.weight, i.args, code_of(i.fn), source, i.given) for i in items)
 
 
 class RewardSection(Section):
     """Workers that score episodes."""
 
-    model: RewardModelSection | None = None
-    """Reward model, whose value is added to those of the functions; None: no model."""
     fn: Functions | None = None
     """Reward function: a built-in, `module:name`, or `path/to/file.py:name`. Or a list of them with weights, such as
-    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. None: `exact`,
-    or `zero` if the algorithm uses no rewards, or only the model if there is one."""
+    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. Tasks
+    without any have `exact`, or `zero` if the algorithm uses no rewards."""
+    success: float = 1.0
+    """An episode with this reward or more is a success, for curation and for pass@k. An episode without a score counts
+    in no success rate."""
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call of the functions, seconds. A call that exceeds it is killed, and its episode fails. A group
     is first scored in one call within this time. If that takes longer, its episodes are scored one by one, and so are
@@ -134,39 +141,40 @@ class RewardSection(Section):
     saves a worker and a trip of every group where functions are fast."""
     processes: PositiveInt = 1
     """Killable processes of one worker."""
-    memory_mb: PositiveInt = 8192
-    """Writable private memory of each of these processes, and of each process that it starts. A function that needs
-    more fails with a `MemoryError`, or crashes its process."""
-    num_cpus: NonNegativeFloat = 1.0
-    """CPUs Ray reserves for one worker, without its model."""
+
+    @property
+    def items(self) -> tuple[RewardItem, ...]:
+        """Every entry of `fn`, the reward model too."""
+        return (RewardItem(fn=self.fn),) if isinstance(self.fn, str) else self.fn or ()
+
+    @property
+    def model(self) -> RewardItem | None:
+        """The entry of the reward model."""
+        return next((item for item in self.items if item.fn == MODEL), None)
 
     @property
     def functions(self) -> tuple[RewardSpec, ...]:
-        """Every function, each with a unique name. Raises `ConfigError` for one that was given in another program."""
-        return specs_of(self._items)
+        """Every function, as in `functions_or` with `exact`."""
+        return self.functions_or("exact")
 
-    @property
-    def worker_cpus(self) -> float:
-        """CPUs of one worker, including its model."""
-        return self.num_cpus + (self.model.num_cpus if self.model else 0.0)
+    def functions_or(self, default: str) -> tuple[RewardSpec, ...]:
+        """Every function, and the default for tasks that have neither functions nor a model.
 
-    @property
-    def worker_gpus(self) -> float:
-        """GPUs of one worker."""
-        return self.model.num_gpus if self.model else 0.0
+        Raises `ConfigError` for one that was given in another program.
+        """
+        has_any = any(item.source is None for item in self.items)
+        items = self.items if has_any else (RewardItem(fn=default), *self.items)
+        return tuple(
+            RewardSpec(i.fn, i.label, i.weight, i.args, code_of(i.fn), i.source, i.given)
+            for i in items
+            if i.fn != MODEL
+        )
 
     def rooted(self) -> Self:
         """Copy with absolute paths, because workers run in another folder."""
-        fn, model = rooted_functions(self.fn), self.model
-        if model is not None and Path(model.path).is_dir():
-            model = model.model_copy(update={"path": str(Path(model.path).absolute())})
-        return self.model_copy(update={"fn": fn, "model": model})
-
-    @property
-    def _items(self) -> tuple[RewardItem, ...]:
-        if self.fn is None:
-            return () if self.model else (RewardItem(fn="exact"),)
-        return (RewardItem(fn=self.fn),) if isinstance(self.fn, str) else self.fn
+        if self.fn is None or isinstance(self.fn, str):
+            return self.model_copy(update={"fn": self.fn and _absolute(self.fn)})
+        return self.model_copy(update={"fn": tuple(map(_rooted, self.fn))})
 
     @field_validator("fn", mode="before")
     @classmethod
@@ -181,31 +189,26 @@ class RewardSection(Section):
 
     @field_validator("fn")
     @classmethod
-    def _has_one_name_each(cls, fn: Functions | None, info: ValidationInfo) -> Functions | None:
-        has_model = info.data.get("model") is not None
-        if isinstance(fn, str) and has_model and RewardItem(fn=fn).label == MODEL:
-            raise ValueError(
-                f"{MODEL!r} is the name of the reward model too; write it as [{{fn: {fn}, name: another}}]"
-            )
-        if fn is None or isinstance(fn, str):
-            return fn
-        if not fn:
+    def _names_one(cls, fn: Functions | None) -> Functions | None:
+        if fn == MODEL:
+            raise ValueError("the model needs its path; write it as [{fn: model, args: {path: ...}}]")
+        if fn == ():
             raise ValueError("names no function; leave the key out for the default")
-        taken = Counter(item.label for item in fn)
-        if has_model:
-            taken[MODEL] += 1
-        refuse(
-            ((index, "name"), f"{item.label!r} is the name of another function too; give each a different `name`")
-            for index, item in enumerate(fn)
-            if taken[item.label] > 1
-        )
         return fn
+
+    @field_validator("workers")
+    @classmethod
+    def _has_a_place_for_the_model(cls, workers: int, info: ValidationInfo) -> int:
+        fn = info.data.get("fn")
+        if not workers and not isinstance(fn, str) and any(item.fn == MODEL for item in fn or ()):
+            raise ValueError("the reward model needs a worker: set it to 1 or more")
+        return workers
 
     @model_validator(mode="after")
     def _gives_requests_their_time(self) -> Self:
         """Reject a timeout of a request above `timeout_s`, which would make slow requests fail as hangs."""
         defaults = {JUDGE: JUDGE_TIMEOUT_S, SERVER: SERVER_TIMEOUT_S}
-        for spec in self._items:
+        for spec in self.items:
             own_s = spec.args.get("timeout_s", defaults.get(spec.fn))
             if spec.fn in defaults and isinstance(own_s, int | float) and own_s > self.timeout_s:
                 text = f"is {self.timeout_s:g}, and {spec.fn} waits {own_s:g} s for one request: raise it, or lower "
@@ -213,11 +216,11 @@ class RewardSection(Section):
         return self
 
 
-def rooted_functions(fn: Functions | None) -> Functions | None:
-    """Copy with absolute paths of files."""
-    if fn is None or isinstance(fn, str):
-        return fn and _absolute(fn)
-    return tuple(item.model_copy(update={"fn": _absolute(item.fn)}) for item in fn)
+def _rooted(item: RewardItem) -> RewardItem:
+    path = item.args.get("path")
+    if item.fn == MODEL and isinstance(path, str) and Path(path).is_dir():
+        return item.model_copy(update={"args": {**item.args, "path": str(Path(path).absolute())}})
+    return item.model_copy(update={"fn": _absolute(item.fn)})
 
 
 def _absolute(spec: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -45,18 +45,11 @@ class Section(BaseModel):
 class CurationSection(Section):
     """Selection of tasks and their number of episodes, by the results of earlier episodes; off by default."""
 
-    success_reward: float = 1.0
-    """An episode with this reward or more is a success. An episode without a score counts in no success rate."""
     fewer_above: Fraction | None = None
     """Success rate above which a task gets half of `algorithm.group_size` episodes, rounded up."""
     success_within: tuple[Fraction, Fraction] = (0.0, 1.0)
-    """Least and greatest success rate of a task that is rolled out; others are passed over. If no task is left and
-    `look_again` is 0, the run ends."""
-    min_episodes: PositiveInt = 8
-    """Scored episodes of a task before its success rate counts. Only episodes trained or dropped before the newest step
-    was published count."""
-    look_again: NonNegativeInt = 4
-    """Times a task is passed over before it is rolled out again with its history cleared; 0: never."""
+    """Least and greatest success rate of a task that is rolled out, over its last 8 scored episodes or more; others are
+    passed over 4 times, and then rolled out again with their history cleared."""
     stored_successes: NonNegativeInt = 0
     """Most successes to store for groups in which all episodes fail, the newest of each task. A stored success within
     the staleness bound replaces one episode. The least recently stored or used task is evicted first. 0: none."""
@@ -192,8 +185,6 @@ class EvalSection(Section):
     """Sampling temperature, 0.01 or more; 0 is greedy."""
     limit: PositiveInt | None = None
     """Most tasks of each data set, from the first; None: all."""
-    pass_reward: float = 1.0
-    """Reward from which a sample passes, for pass@k."""
     replicas: PositiveInt = 1
     """Replicas that generate for evaluation only, each with the resources of `rollout`. In training they start if
     `every` is more than 0."""
@@ -218,16 +209,28 @@ class EvalSection(Section):
         return self
 
 
-class DashboardSection(Section):
-    """Dashboard started with the run, like `rlsys dashboard RUN`. It ends with the run and cannot slow or stop it."""
+class DashboardAddress(NamedTuple):
+    """Address that a dashboard listens on."""
 
-    enabled: bool = False
-    """Start a dashboard."""
-    host: str = "127.0.0.1"
-    """Address to listen on. An address beyond this machine requires a token: the variable RLSYS_DASHBOARD_TOKEN, or the
-    token in the URL that `RUN/logs/dashboard.url` contains."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8321
-    """Port; 0: any free port."""
+    host: str
+    port: int
+
+
+def dashboard_address(address: str) -> DashboardAddress:
+    """Split `HOST:PORT`. Raises `ValueError`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(
+            f"should be HOST:PORT, such as 127.0.0.1:8321, with port 0 for any that is free (got {address!r})"
+        )
+    return DashboardAddress(host, int(port))
+
+
+def _with_port(address: str | None) -> str | None:
+    return address and ":".join(map(str, dashboard_address(address)))
+
+
+Dashboard = Annotated[str | None, AfterValidator(_with_port)]
 
 
 def _known(thresholds: dict[str, float | None]) -> dict[str, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -24,7 +24,6 @@ def _differ(urls: list[str]) -> list[str]:
 class ServerSection(Section):
     """vLLM servers that run already. Each samples for one replica, and must have no other client."""
 
-    type: Literal["vllm_server"]
     urls: Annotated[list[Annotated[str, AfterValidator(_plain)]], Field(min_length=1), AfterValidator(_differ)]
     """Addresses, one for each of `rollout.replicas`, then one for each of `eval.replicas` if `eval.every` is set."""
     api_key_env: str | None = None

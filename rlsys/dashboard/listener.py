@@ -59,9 +59,9 @@ class Listener:
 def remedy_of(error: OSError | ValueError) -> str:
     """Reason why no socket could be bound, and the key to set."""
     if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES):
-        return f"{error.strerror}; set dashboard.port, or --port: another one above 1023, or 0 for any that is free"
+        return f"{error.strerror}; set the port of `dashboard`, or --port: one above 1023, or 0 for any that is free"
     what = error.strerror if isinstance(error, OSError) else error
-    return f"{what}; set dashboard.host, or --host: an address of this machine, 127.0.0.1 for instance"
+    return f"{what}; set the host of `dashboard`, or --host: an address of this machine, 127.0.0.1 for instance"
 
 
 def _access(bound: socket.socket, environ: Mapping[str, str]) -> Access:

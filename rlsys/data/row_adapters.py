@@ -29,7 +29,7 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Annotated, Literal, TypeAlias
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from xxhash import xxh3_64_hexdigest
 
 from rlsys.types import Json, Message, Prompt, Task
@@ -54,24 +54,9 @@ _LIKELY: Mapping[Part, tuple[str, ...]] = {
 ColumnName = Annotated[str, Field(min_length=1)]
 
 
-class Columns(BaseModel):
-    """Column names of the parts of a task; `a.b` addresses a key inside an object."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    prompt: ColumnName | None = None
-    """Text or messages; None: `prompt`, `messages` or `question`."""
-    answer: ColumnName | None = None
-    """Correct answer; None: the first with a value of `reward_model.ground_truth` (verl), `reward_spec.ground_truth`
-    (SkyRL), `answer`, `ground_truth`, `solution` and `label`."""
-    id: ColumnName | None = None
-    """Stable id of the row; None: `id`, or else a hash of the content."""
-
-    def name(self, part: Part) -> str | None:
-        """Return the configured column of `part`."""
-        return {"prompt": self.prompt, "answer": self.answer, "id": self.id}[part]
-
-
-AS_FOUND = Columns()
+Columns: TypeAlias = dict[Part, ColumnName]
+"""Column names of the parts of a task that are not found automatically, `{"prompt": "problem"}`."""
+AS_FOUND: Columns = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +118,11 @@ def sniff(rows: Sequence[Row], columns: Columns = AS_FOUND) -> Layout:
     if form.answer == PLAIN.answer and any(form_of(row) is PLAIN for row in rows):
         form = PLAIN
     sources: dict[Part, str] = {
-        "prompt": columns.prompt or _first_filled(rows, PROMPTS),
-        "answer": columns.answer or _first_filled(rows, form.answer),
-        "id": columns.id or "id",
+        "prompt": columns.get("prompt") or _first_filled(rows, PROMPTS),
+        "answer": columns.get("answer") or _first_filled(rows, form.answer),
+        "id": columns.get("id") or "id",
     }
-    named: list[Part] = [part for part in PARTS if columns.name(part)]
+    named: list[Part] = [part for part in PARTS if columns.get(part)]
     absent: list[Part] = [part for part in named if not any(_has(row, sources[part]) for row in rows)]
     return Layout(form, sources, columns, tuple(absent))
 
@@ -216,7 +201,7 @@ def _check(row: Row, layout: Layout) -> None:
     if lacks := layout.absent or (() if is_asked else PARTS[:1]):
         raise RowProblem(f"no `{layout.sources[lacks[0]]}`; {_columns_of(row)}", lacks[0])
     form = form_of(row) or layout.form
-    if form.answer != layout.form.answer and layout.columns.answer is None:
+    if form.answer != layout.form.answer and "answer" not in layout.columns:
         forms = f"the row is of the form {form.kind}, the first one {layout.form.kind}"
         raise RowProblem(f"{forms}; {_columns_of(row)}", "answer")
 
@@ -380,7 +365,7 @@ def remedies(lacking: Mapping[Part, Sequence[Row]], layout: Layout, rows: Sequen
 
 def _remedy(part: Part, layout: Layout, lacking: Sequence[Row], num_rows: int) -> str:
     """Describe the columns that were searched for a part, and propose `data.columns` for the rows that lack it."""
-    name = layout.columns.name(part)
+    name = layout.columns.get(part)
     if part == "prompt" and len(lacking) < num_rows:
         return f"looked for the prompt in {layout.sources[part]}, where other rows have it; keep it in one column"
     if part == "answer" and name is None:

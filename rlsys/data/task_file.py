@@ -91,7 +91,7 @@ def load_tasks(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> Seq
     set. A `.json` file may be one array.
 
     `folder#test` and `org/name:config#test` name a split; a single split needs no name. `columns` names parts that are
-    not found automatically, e.g. `Columns(prompt="problem")`. Raises `DataError` if nothing can be read, or with a list
+    not found automatically, e.g. `{"prompt": "problem"}`. Raises `DataError` if nothing can be read, or with a list
     of rows that cannot be used, at most ten.
     """
     return read(path, columns).tasks

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlsys.config import Config
+from rlsys.config.sections import dashboard_address
 from rlsys.errors import ConfigError
 
 _GOODBYE_S = 3.0
@@ -17,15 +18,15 @@ _GOODBYE_S = 3.0
 
 @contextmanager
 def dashboard_beside(config: Config) -> Iterator[None]:
-    """Serve a dashboard of this run from a child process while the block runs, if the configuration enables one.
+    """Serve a dashboard of this run from a child process while the block runs, if the configuration sets its address.
 
     The URL is written to stderr; a URL with a token goes only to `RUN/logs/dashboard.url`, readable by the owner of the
     run. The output of the dashboard goes to `RUN/logs/dashboard.log`. A failing dashboard cannot fail the run: its
-    error is one line on stderr. The run waits only for the lookup of a name in `dashboard.host`, because the port is
+    error is one line on stderr. The run waits only for the lookup of the name of its host, because the port is
     bound before the child starts. The child ends when its standard input closes, also if this process is killed.
     """
     try:
-        child = _started(config) if config.dashboard.enabled else None
+        child = _started(config, config.dashboard) if config.dashboard else None
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"rlsys: the dashboard did not start, training continues: {error}\n")
         child = None
@@ -36,13 +37,13 @@ def dashboard_beside(config: Config) -> Iterator[None]:
             _end(child, config.run_dir / "logs" / "dashboard.log")
 
 
-def _started(config: Config) -> subprocess.Popen[bytes]:
+def _started(config: Config, address: str) -> subprocess.Popen[bytes]:
     from rlsys.dashboard.listener import Listener  # a slow import
 
     log = config.run_dir / "logs" / "dashboard.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    listener = Listener.bind(config.dashboard.host, config.dashboard.port)
-    address = listener.url if listener.access.token is None else f"see {_kept(listener.url, log.parent)}"
+    listener = Listener.bind(*dashboard_address(address))
+    url = listener.url if listener.access.token is None else f"see {_kept(listener.url, log.parent)}"
     fd = listener.socket.fileno()
     with listener.socket, log.open("ab") as output:
         child = subprocess.Popen(
@@ -54,7 +55,7 @@ def _started(config: Config) -> subprocess.Popen[bytes]:
             pass_fds=[fd],
             start_new_session=True,  # Ctrl-C is for the run, which needs time to save
         )
-        sys.stderr.write(f"dashboard: {address}  (its output: {log})\n")
+        sys.stderr.write(f"dashboard: {url}  (its output: {log})\n")
     return child
 
 

@@ -33,7 +33,7 @@ def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Confi
     not here, and for several policies, the values are those of CPUs. Raises `ModelError` for a model that is neither a
     folder nor on the hub, or of a kind that cannot be trained.
     """
-    has_gpus = bool(config.train.num_gpus or config.rollout.num_gpus)
+    has_gpus = bool(config.resources["actor"].gpus or config.resources["rollout"].gpus)
     if has_gpus and not config.policies and _missing(config) and _has_model(config):
         config = _with(config, _recorded(config))
         if missing := _missing(config):
@@ -51,7 +51,7 @@ def _has_model(config: Config) -> bool:
     """Return True if the model's configuration can be read; workers refuse a folder without one. A folder that is not
     on this machine may be on another one of a cluster."""
     folder = Path(config.model.path)
-    return (folder / "config.json").is_file() or (config.ray.address is None and not folder.is_dir())
+    return (folder / "config.json").is_file() or (config.ray_address is None and not folder.is_dir())
 
 
 def filled_in(given: Config, config: Config) -> Iterator[str]:
@@ -83,22 +83,22 @@ def _of_gpus(config: Config, missing: set[str], gpu_memory: int | None) -> dict[
     """Values of these keys on GPUs."""
     from workers.model.memory_counts import memory_of_gpu
 
-    train, rollout = config.train, config.rollout
+    gpus = {role: own.gpus for role, own in config.resources.items()}
     memory = gpu_memory or memory_of_gpu()
     longest = max(MOST_MICRO_BATCH_TOKENS, config.max_context_tokens)
     counted = _with(config, {"micro_batch_tokens": longest})  # counts are exact at these positions
     workers, settings = PlannedWorkers(counted, memory or 0), MemorySettings.of(config)
     found: dict[str, Any] = {}
-    on_gpus = [train.num_gpus, rollout.num_gpus or isinstance(rollout.engine, ServerSection)]
-    on_gpus += [config.reference.num_gpus] if config.has_reference else []
-    on_gpus += [config.critic.num_gpus] if Signal.VALUES in config.algorithm.signals else []
+    on_gpus = [gpus["actor"], gpus["rollout"] or isinstance(config.rollout.engine, ServerSection)]
+    on_gpus += [gpus["reference"]] if config.has_reference else []
+    on_gpus += [gpus["critic"]] if Signal.VALUES in config.algorithm.signals else []
     if "dtype" in missing and all(on_gpus) and workers.is_stored_in_bfloat16:
         found["dtype"] = "bfloat16"
         settings = replace(settings, dtype="bfloat16")
-    if memory is not None and "micro_batch_tokens" in missing and train.num_gpus:
+    if memory is not None and "micro_batch_tokens" in missing and gpus["actor"]:
         found["micro_batch_tokens"] = _most_tokens(workers, settings, config.max_context_tokens)
         settings = replace(settings, micro_batch_tokens=found["micro_batch_tokens"])
-    if memory is not None and "slots" in missing and rollout.num_gpus:
+    if memory is not None and "slots" in missing and gpus["rollout"]:
         found["slots"] = _most_slots(workers, settings)
     return found
 

@@ -18,7 +18,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rlsys.config import Config
 from rlsys.config.memory_plan import WorkerMemory, gigabytes, table_of
 from rlsys.config.resource_plan import plan_of
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.train_section import ActivationCheckpointing
 from rlsys.errors import ConfigError
 from rlsys.launch.device_defaults import filled_in, with_device_defaults
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, engine_of
@@ -147,7 +147,8 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
     reserved = plan_of(config).num_gpus
     if gpus is not None and not reserved:
         raise ConfigError(
-            f"--gpus {gpus}: no worker of this configuration reserves a GPU; set train.num_gpus and rollout.num_gpus"
+            f"--gpus {gpus}: no worker of this configuration reserves a GPU; set resources.actor.gpus and "
+            "resources.rollout.gpus"
         )
     from workers.model.memory_counts import memory_of_gpu
 
@@ -229,7 +230,7 @@ class NearestPlan:
             )
 
     def _sampling_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
-        is_sharded = self._config.rollout.num_gpus >= 1 and engine_of(self._config) == "vllm"
+        is_sharded = self._config.resources["rollout"].gpus >= 1 and engine_of(self._config) == "vllm"
         heads = self._workers.sizes(self._config.model.path).heads
         counts = _doubled(settings.tensor_parallel, MOST_SHARDS)
         shards = [n for n in counts if is_sharded and heads % n == 0] or [settings.tensor_parallel]
@@ -240,7 +241,7 @@ class NearestPlan:
         """Write the differences as overrides."""
         found = [f"{KEYS[name]}={getattr(after, name)}".lower() for name in _changed(before, after)]
         if after.tensor_parallel != before.tensor_parallel:
-            found.append(f"rollout.num_gpus={self._workers.replica_gpus(after):g}")
+            found.append(f"resources.rollout.gpus={self._workers.replica_gpus(after):g}")
         return " ".join(found)
 
 

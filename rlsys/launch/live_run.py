@@ -177,7 +177,7 @@ def with_given(config: Config, *, reward: RewardGiven | None, data: Rows | None,
     if reward is not None:
         changes["reward"] = {"fn": _functions(reward)}
     if data is not None:
-        changes["data"] = {"path": str(saved_rows(config, data)), "sources": []}
+        changes["data"] = {"path": str(saved_rows(config, data))}
     if eval_data is not None:
         changes["eval"] = {"data": {"data": str(saved_rows(config, eval_data))}}
     if not changes:

@@ -113,7 +113,7 @@ def _check_target(config: Config) -> None:
     """Raise `ConfigError` for a local path that is neither a run nor a model, and so no hub name either."""
     target = config.model.path
     path = Path(target)
-    is_local = path.exists() or (config.ray.address is None and "/" in target and path.parent.exists())
+    is_local = path.exists() or (config.ray_address is None and "/" in target and path.parent.exists())
     if is_local and not (path / "config.json").is_file():
         raise ConfigError(f"{target} is neither a run directory (it has no {CONFIG}) nor a model folder")
 
@@ -131,7 +131,7 @@ async def _evaluate(
     from workers.worker_set import start_fixed_rollouts, start_recorder, start_rewards
 
     num_cpus, num_gpus = needs(evaluation_roles(config))
-    cluster = ray_cluster.connect(config.ray.address, preflight.local_cpus(config, num_cpus))
+    cluster = ray_cluster.connect(config.ray_address, preflight.local_cpus(config, num_cpus))
     run = checkpoint.parent.parent if checkpoint else None
     try:
         async with cluster.watch.during():

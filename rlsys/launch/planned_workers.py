@@ -24,8 +24,7 @@ from rlsys.config.memory_plan import (
     slots_memory,
 )
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import ActivationCheckpointing
-from rlsys.config.server_section import ServerSection
+from rlsys.config.train_section import ActivationCheckpointing
 
 if TYPE_CHECKING:
     from workers.model.memory_counts import CountedModel
@@ -87,8 +86,8 @@ class PlannedWorkers:
 
     def num_gpus(self, workers: Iterable[WorkerMemory]) -> float:
         """GPUs that these workers reserve, and those of the rewards, whose memory is not planned."""
-        reward = self._config.reward
-        return reward.workers * reward.worker_gpus + sum(worker.count * worker.num_gpus for worker in workers)
+        rewards = self._config.reward.workers * self._config.resources["reward"].gpus
+        return rewards + sum(worker.count * worker.num_gpus for worker in workers)
 
     def published_bytes(self, settings: MemorySettings) -> int:
         """Bytes of one version of the weights of all trained policies."""
@@ -112,11 +111,10 @@ class PlannedWorkers:
         return tuple(found)
 
     def _learning(self, config: Config, settings: MemorySettings) -> Iterator[WorkerMemory]:
-        train, critic, reference = config.train, config.critic, config.reference
-        signals = config.algorithm.signals
+        resources, signals = config.resources, config.algorithm.signals
         num_ranks = settings.mesh.num_ranks
         memory, remark = self._rank(config, settings, is_critic=False)
-        yield replace(self._worker("actor rank", num_ranks, train.num_gpus, memory), remark=remark)
+        yield replace(self._worker("actor rank", num_ranks, resources["actor"].gpus, memory), remark=remark)
         if config.has_reference:
             memory = frozen_memory(
                 self.sizes(config.reference_path),
@@ -124,10 +122,10 @@ class PlannedWorkers:
                 positions=settings.micro_batch_tokens,
                 value_bytes=VALUE_BYTES[settings.dtype],
             )
-            yield self._worker("reference", 1, reference.num_gpus, memory)
+            yield self._worker("reference", 1, resources["reference"].gpus, memory)
         if Signal.VALUES in signals:
             memory, remark = self._rank(config, settings, is_critic=True)
-            yield replace(self._worker("critic rank", num_ranks, critic.num_gpus, memory), remark=remark)
+            yield replace(self._worker("critic rank", num_ranks, resources["critic"].gpus, memory), remark=remark)
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> tuple[Memory, str]:
         """Return the memory of a rank on its device, and a remark about the host's."""
@@ -177,7 +175,7 @@ class PlannedWorkers:
         """Memory of one engine of a replica, on each of its devices."""
         sizes, value_bytes = self.sizes(config.model.path), VALUE_BYTES[settings.dtype]
         forward, context = self._forward(config.model.path, settings), config.max_context_tokens
-        if engine_of(config) == "vllm" and config.rollout.num_gpus:
+        if engine_of(config) == "vllm" and config.resources["rollout"].gpus:
             return blocks_memory(
                 sizes,
                 forward,
@@ -216,8 +214,8 @@ class PlannedWorkers:
         return memory.kv_cache * shards // of_one
 
     def replica_gpus(self, settings: MemorySettings) -> float:
-        rollout = self._config.rollout
-        return rollout.num_gpus * settings.tensor_parallel / rollout.tensor_parallel
+        config = self._config
+        return config.resources["rollout"].gpus * settings.tensor_parallel / config.rollout.tensor_parallel
 
     def _worker(self, name: str, count: int, num_gpus: float, memory: Memory) -> WorkerMemory:
         limit = round(USABLE * self._gpu_memory * min(1.0, num_gpus)) if num_gpus else None
@@ -262,9 +260,7 @@ class PlannedWorkers:
 def engine_of(config: Config) -> Literal["local", "vllm", "vllm_server"]:
     """Engine to plan for: where the configuration leaves it open, vLLM on GPUs and `local` on CPUs."""
     rollout = config.rollout
-    if isinstance(rollout.engine, ServerSection):
-        return rollout.engine.type
-    if rollout.engine != "auto":
-        return rollout.engine
+    if rollout.engine_name != "auto":
+        return rollout.engine_name
     fits_vllm = config.resident_versions == 1 or config.train.lora is not None
-    return "vllm" if rollout.tensor_parallel > 1 or (rollout.num_gpus and fits_vllm) else "local"
+    return "vllm" if rollout.tensor_parallel > 1 or (config.resources["rollout"].gpus and fits_vllm) else "local"

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from rlsys.algorithm import Signal
 from rlsys.config import Config
+from rlsys.config.data_section import SourceSection
 from rlsys.config.loader import of_tree, texts_in
 from rlsys.config.policy_sections import PolicySection
-from rlsys.config.reward_section import rooted_functions
-from rlsys.config.schema import SourceSection
 from rlsys.data.proposed_tasks import ProposedTasks
 from rlsys.data.row_adapters import Columns
 from rlsys.data.task_file import Place, load_tasks
@@ -86,12 +85,12 @@ def check_model(config: Config) -> None:
     if config.reference.path is not None and config.has_reference:
         paths["reference.path"] = config.reference.path
     lora = config.train.lora
-    if lora and lora.path is not None and config.ray.address is None and not Path(lora.path).is_dir():
+    if lora and lora.path is not None and config.ray_address is None and not Path(lora.path).is_dir():
         raise ModelError(
             f"train.lora.path: there is no folder {lora.path}; give one with an adapter that peft has written"
         )
     for key, path in paths.items():
-        if config.ray.address is None and not can_be_hub_name(path) and not Path(path).is_dir():
+        if config.ray_address is None and not can_be_hub_name(path) and not Path(path).is_dir():
             raise ModelError(f"{key}: there is no folder {path}; give one, or `org/name` on the hub")
 
 
@@ -133,7 +132,7 @@ def look_up(config: Config) -> Data:
         check_rows(own)
     parts = training_tasks(config)
     data = Data(stream_of(config, parts), eval_sets(config) if config.eval.every else {})
-    if config.ray.address is None:
+    if config.ray_address is None:
         texts = [(key_of(source), tasks) for source, tasks in parts.items()]
         texts += [(f"eval.data.{name}", tasks) for name, tasks in data.eval.items()]
         for own in [config.of(name) for name in config.policies] or [config]:
@@ -173,9 +172,9 @@ def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
     data, parts = config.data, dict[str, Sequence[Task]]()
     for source in data.sources:
         name = source.name
-        if source.proposed:
+        if source.is_proposed:
             continue
-        tasks = _tasks(key_of(name), source.path, source.columns or data.columns)
+        tasks = _tasks(key_of(name), source.path, data.columns if source.columns is None else source.columns)
         parts[name] = [
             replace(
                 task,
@@ -186,7 +185,8 @@ def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
             )
             for task in tasks
         ]
-    parts = parts or {"": _tasks(key_of(""), data.path, data.columns)}
+    if isinstance(data.path, str):
+        parts[""] = _tasks(key_of(""), data.path, data.columns)
     group_size, distribution = config.algorithm.group_size, config.rollout.distribution
     for source, tasks in parts.items():
         _check_rewards(key_of(source), tasks, config, source)
@@ -196,7 +196,7 @@ def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
 
 def key_of(source: str) -> str:
     """Name of a source of data in messages."""
-    return f"data.sources: {source}" if source else "data.path"
+    return f"data.path: {source}" if source else "data.path"
 
 
 def stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
@@ -211,8 +211,9 @@ def stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
     streams: dict[str, Source] = {}
     buckets: dict[str, list[str]] = {}
     """Names of the streams of each source."""
-    for source in data.sources or [SourceSection(path=data.path, name="tasks")]:
-        if source.proposed:
+    sources = [SourceSection(path=data.path, name="tasks")] if isinstance(data.path, str) else data.path
+    for source in sources:
+        if source.is_proposed:
             streams[source.name] = ProposedTasks(source.name, source.system, source.template_kwargs)
             buckets[source.name] = [source.name]
             continue
@@ -280,20 +281,13 @@ def _check_rewards(key: str, tasks: Sequence[Task], config: Config, source: str)
 def rooted(config: Config) -> Config:
     """Copy of the configuration with absolute paths, because workers run in another folder, and with the text of the
     chat template, so that a resume has the same one."""
+    path = config.data.path
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
         "reward": config.reward.rooted(),
         "rollout": config.rollout.model_copy(update={"chat": config.rollout.chat.with_text()}),
         "data": config.data.model_copy(
-            update={
-                "path": config.data.path and _rooted(config.data.path),
-                "sources": [
-                    source.model_copy(
-                        update={"path": source.path and _rooted(source.path), "reward": rooted_functions(source.reward)}
-                    )
-                    for source in config.data.sources
-                ],
-            }
+            update={"path": _rooted(path) if isinstance(path, str) else tuple(map(_rooted_source, path))}
         ),
         "eval": config.eval.model_copy(update={"data": {n: _rooted(path) for n, path in config.eval.data.items()}}),
     }
@@ -308,12 +302,17 @@ def rooted(config: Config) -> Config:
 
 
 def _rooted_policy(policy: PolicySection) -> PolicySection:
-    own = {name: getattr(policy, name) for name in ("model", "critic")}
+    own = {name: policy.own(name) for name in ("model", "critic")}
     paths = {name: _rooted_folder(keys["path"]) for name, keys in own.items() if keys.get("path") is not None}
     update = {name: {**own[name], "path": path} for name, path in paths.items()}
-    if (lora := policy.train.get("lora")) and lora.get("path") is not None:
-        update["train"] = {**policy.train, "lora": {**lora, "path": _rooted_folder(lora["path"])}}
-    return policy.model_copy(update=update)
+    train = policy.own("train")
+    if (lora := train.get("lora")) and lora.get("path") is not None:
+        update["train"] = {**train, "lora": {**lora, "path": _rooted_folder(lora["path"])}}
+    return PolicySection(policy.root | update)
+
+
+def _rooted_source(source: SourceSection) -> SourceSection:
+    return source if source.is_proposed else source.model_copy(update={"path": _rooted(source.path)})
 
 
 def _rooted_folder(path: str) -> str:
@@ -328,4 +327,4 @@ def _rooted(path: str) -> str:
 
 def local_cpus(config: Config, needed: float) -> int:
     """CPUs of a local cluster: those of the machine, or as many as needed. Ray only counts them."""
-    return config.ray.num_cpus or max(os.cpu_count() or 1, math.ceil(needed))
+    return config.ray if isinstance(config.ray, int) else max(os.cpu_count() or 1, math.ceil(needed))

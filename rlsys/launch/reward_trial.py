@@ -42,7 +42,7 @@ def try_rewards(config: Config) -> list[TriedReward]:
     from workers.reward.reward_worker import RewardWorker
 
     async def score() -> list[TriedReward]:
-        worker = RewardWorker(functions, 1, config.reward.timeout_s, memory_mb=config.reward.memory_mb)
+        worker = RewardWorker(functions, 1, config.reward.timeout_s)
         try:
             return [
                 TriedReward(task, _reply(task), *await worker.score(task, (_answered(task),)))

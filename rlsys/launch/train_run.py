@@ -28,7 +28,7 @@ from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.run_lock import locked
 from rlsys.launch.session_files import SessionFiles
-from rlsys.loop.build_driver import build_driver
+from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
@@ -300,14 +300,14 @@ class TrainingJob:
         assert this is not None
         with Interruptible(this.cancel) as interruptible:
             stopping.pass_to(interruptible)
-            begun = ray_cluster.begin(self.config.ray.address)
+            begun = ray_cluster.begin(self.config.ray_address)
             try:
                 with phase(self.events, "load_data"):
                     data = preflight.look_up(self.config)
                 plan = plan_of(self.config)
                 with phase(self.events, "start_ray"):
                     num_cpus = preflight.local_cpus(self.config, plan.num_cpus)
-                    cluster = ray_cluster.connect(self.config.ray.address, num_cpus, begun)
+                    cluster = ray_cluster.connect(self.config.ray_address, num_cpus, begun)
                 try:
                     async with cluster.watch.during(self._emit_loss, self._end_stuck):
                         ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
@@ -421,6 +421,7 @@ class TrainingJob:
                 progress=progress,
                 look_s=LOOK_S,
                 machines=machines.newest,
+                constants=WITHOUT_REPACKING if joint else CONSTANTS,
             )
         return drivers
 

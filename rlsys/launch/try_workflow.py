@@ -191,7 +191,7 @@ def _task_of(config: Config, text: str) -> Task:
             return task_of(row, sniff([row], config.data.columns))
         except (ValueError, RowProblem) as problem:
             raise DataError(f"--task: not a row of data: {problem}") from None
-    if config.data.path == _NONE and not config.data.sources:
+    if config.data.path == _NONE:
         raise DataError(f'--task {text}: there is no data to find it in; give a row, as in \'{{"prompt": "2+3?"}}\'')
     tasks = [task for own in training_tasks(config).values() for task in own]
     named = next((task for task in tasks if task.id == text), None)

@@ -6,6 +6,7 @@ driver = build_driver(config, workers, TaskSource(tasks, config.run.seed), event
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rlsys.algorithm import version_after
 from rlsys.config import Config
@@ -14,7 +15,7 @@ from rlsys.data.task_source import Tasks
 from rlsys.loop.admission import Admission, StalenessBound
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
-from rlsys.loop.curation import Curation
+from rlsys.loop.curation import LOOK_AGAIN, MIN_EPISODES, Curation
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EVALUATIONS, EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, Retries
@@ -34,7 +35,29 @@ from rlsys.loop.task_ledger import Ledger
 from rlsys.monitoring.events import Events
 from rlsys.types import Task
 from rlsys.util.deadlines import Progress
+from rlsys.weight_sync.links import TRANSFER_S
 from rlsys.weight_sync.sync import WeightSync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Values of a driver that no key sets, which the simulator and tests vary."""
+
+    transfer_s: float = TRANSFER_S
+    """Least deadline of one weight transfer, seconds."""
+    repack_s: float = 5.0
+    """Seconds between two checks for replicas that are nearly done with old weights; 0: never."""
+    is_adaptive: bool = True
+    """Have no more groups in flight than keep the trainer busy."""
+    min_episodes: int = MIN_EPISODES
+    """As in `Curation`."""
+    look_again: int = LOOK_AGAIN
+    """As in `Curation`."""
+
+
+CONSTANTS = Constants()
+WITHOUT_REPACKING = Constants(repack_s=0)
+"""Values for a run of several policies, whose groups do not move."""
 
 
 def build_driver(
@@ -47,6 +70,7 @@ def build_driver(
     progress: Progress | None = None,
     look_s: float = 0,
     machines: Callable[[], Mapping[str, float]] = dict,
+    constants: Constants = CONSTANTS,
 ) -> Driver:
     """Build the driver of a run.
 
@@ -55,9 +79,9 @@ def build_driver(
     `machines` returns metrics for each step's row.
     """
     algorithm, limits = config.algorithm, config.limits
-    queue = _queue_of(config, workers, tasks, events, progress or Progress())
+    queue = _queue_of(config, workers, tasks, events, progress or Progress(), constants)
     weights = WeightSync(
-        workers.actor, workers.relays, limits.transfer_s, max_age=config.staleness_bound, events=events
+        workers.actor, workers.relays, constants.transfer_s, max_age=config.staleness_bound, events=events
     )
     clock, stop, position = StepClock(events), StopRequest(), RunPosition()
     dropped_groups = DroppedGroups(queue, FailurePolicy(limits))
@@ -86,7 +110,7 @@ def build_driver(
         no_progress_s=limits.no_progress_s,
         evaluation=evaluation,
         companions=[
-            *_repackers_of(config, workers.rollouts, events),
+            *_repackers_of(config, workers.rollouts, events, constants.repack_s),
             *([ReplicaWatcher(workers.rollouts, queue, events, look_s)] if look_s else ()),
         ],
         machines=machines,
@@ -96,12 +120,12 @@ def build_driver(
 def _checkpoints_of(config: Config) -> Checkpoints:
     saves = config.checkpoint
     folder = config.run_dir / "checkpoints"
-    return Checkpoints(folder, saves.every, saves.keep_last, saves.keep_every, saves.every_s, best_of(config))
+    return Checkpoints(folder, saves.every, saves.keep_last, saves.every_s, best_of(config))
 
 
 def _records_of(config: Config, workers: Workers, events: Events) -> RolloutRecords:
     record, folder = config.record, config.run_dir / "rollouts"
-    return RolloutRecords(workers.actor, events, folder, record.rollouts_every, record.share, config.run.seed)
+    return RolloutRecords(workers.actor, events, folder, record.rollouts_every)
 
 
 def evaluator_of(
@@ -110,15 +134,15 @@ def evaluator_of(
     """Build the evaluator of `sets` from the section `eval`."""
     section = config.eval
     max_open = max(1, 2 * section.replicas * config.slots // section.samples)
-    return Evaluator(rollouts, rewards, FailurePolicy(config.limits), events, sets, section, config.run.seed, max_open)
+    failures, success = FailurePolicy(config.limits), config.reward.success
+    return Evaluator(rollouts, rewards, failures, events, sets, section, config.run.seed, max_open, success)
 
 
 def best_of(config: Config) -> BestCheckpoints:
     """Return the rule by which a run keeps its best checkpoints and ends early, without any value yet."""
-    saves, is_highest = config.checkpoint, config.checkpoint.best_is == "highest"
-    return BestCheckpoints(
-        saves.keep_best, saves.best_by or "", is_highest, config.eval.every, saves.early_stopping_patience
-    )
+    saves, every = config.checkpoint, config.eval.every
+    is_highest, patience = not saves.is_lowest_best, saves.early_stopping_patience
+    return BestCheckpoints(saves.keep_best, saves.best_metric, is_highest, every, patience)
 
 
 def shape_of(config: Config) -> BatchShape:
@@ -127,8 +151,18 @@ def shape_of(config: Config) -> BatchShape:
     return BatchShape(train.mesh.num_batches, config.micro_batch_tokens, train.updates_per_step, budget)
 
 
-def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, progress: Progress) -> GroupQueue:
+def _queue_of(
+    config: Config, workers: Workers, tasks: Tasks, events: Events, progress: Progress, constants: Constants
+) -> GroupQueue:
     algorithm, stabilizer, steps = config.algorithm, config.stabilizer, config.run.steps
+    curation = Curation(
+        config.curation,
+        events,
+        success=config.reward.success,
+        min_episodes=constants.min_episodes,
+        look_again=constants.look_again,
+    )
+    is_adaptive = constants.is_adaptive and config.asynchrony.max_staleness > 0
     num_synchronous = stabilizer.synchronous_steps if stabilizer else 0
     bound = StalenessBound(
         config.train.groups_per_step,
@@ -140,10 +174,10 @@ def _queue_of(config: Config, workers: Workers, tasks: Tasks, events: Events, pr
         bound,
         version=0,
         num_groups=steps * config.train.groups_per_step,
-        ledger=Ledger(tasks, algorithm.group_size, config.run.seed, Curation(config.curation, events)),
+        ledger=Ledger(tasks, algorithm.group_size, config.run.seed, curation),
         signals=frozenset(algorithm.signals & workers.annotators.keys()),
         annotated_from=State.SCORED if config.curation.stored_successes else State.ROLLED_OUT,
-        admission=Admission(config.train.groups_per_step, config.permits) if config.asynchrony.is_adaptive else None,
+        admission=Admission(config.train.groups_per_step, config.permits) if is_adaptive else None,
         events=events,
         progress=progress,
     )
@@ -165,9 +199,9 @@ def _evaluation_of(
     return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best, record)
 
 
-def _repackers_of(config: Config, rollouts: Rollouts, events: Events) -> list[Repacker]:
+def _repackers_of(config: Config, rollouts: Rollouts, events: Events, repack_s: float) -> list[Repacker]:
     """Return none if running groups do not delay new weights, or there is a single replica."""
     rollout = config.rollout
-    if rollout.weight_change != "between" or rollout.replicas < 2 or rollout.repack_s == 0:
+    if rollout.weight_change != "between" or rollout.replicas < 2 or not repack_s:
         return []
-    return [Repacker(rollouts, rollout.repack_s, config.slots, events)]
+    return [Repacker(rollouts, repack_s, config.slots, events)]

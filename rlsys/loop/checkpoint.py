@@ -100,8 +100,6 @@ class Checkpoints:
     every: int
     """Steps between two checkpoints; 0 saves only at the end."""
     keep_last: int
-    keep_every: int = 0
-    """Checkpoints of multiples of this are kept too; 0: none."""
     every_s: float = 0.0
     """Seconds after which the next step is saved too; 0: never."""
     best: BestCheckpoints = field(default_factory=lambda: BestCheckpoints(0))
@@ -176,10 +174,9 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def kept(self, steps: Sequence[int]) -> set[int]:
-        """Return those of `steps`, newest first, whose checkpoints are kept: the newest `keep_last`, the multiples of
-        `keep_every`, and the best."""
-        multiples = {step for step in steps if self.keep_every and step % self.keep_every == 0}
-        return {*steps[: self.keep_last]} | multiples | self.best.kept(steps)
+        """Return those of `steps`, newest first, whose checkpoints are kept: the newest `keep_last`, and the
+        best."""
+        return {*steps[: self.keep_last]} | self.best.kept(steps)
 
 
 @dataclass

@@ -35,6 +35,8 @@ SIGNAL_GROUPS = 30
 """Groups over which the signal of a source is averaged."""
 FIRST_GROUPS = 4
 """Groups of a source before its signal counts."""
+MIN_EPISODES, LOOK_AGAIN = 8, 4
+"""Defaults of `Curation`."""
 LEAST_FACTOR = 0.1
 """Least factor of the weight of a source."""
 
@@ -121,9 +123,23 @@ class IssueRules:
 class Curation:
     """Task histories, stored successes, and the decisions based on them. Belongs to one ledger; does no I/O."""
 
-    def __init__(self, rules: CurationSection | None = None, events: Events | None = None) -> None:
-        """Without rules, curate nothing and keep nothing."""
+    def __init__(
+        self,
+        rules: CurationSection | None = None,
+        events: Events | None = None,
+        *,
+        success: float = 1.0,
+        min_episodes: int = MIN_EPISODES,
+        look_again: int = LOOK_AGAIN,
+    ) -> None:
+        """Without rules, curate nothing and keep nothing.
+
+        An episode with a reward of `success` or more is a success. A success rate counts from `min_episodes` scored
+        episodes of a task on. A task is skipped `look_again` times before it is rolled out again with its history
+        cleared; 0: always.
+        """
         self.rules, self.events = rules or CurationSection(), events or Events()
+        self.look_again, self._success, self._min_episodes = look_again, success, min_episodes
         self.num_smaller = 0
         """Groups with fewer episodes than the group size."""
         self.num_passed_over = 0
@@ -151,7 +167,7 @@ class Curation:
         low, high = rules.success_within
         if tally is None or low <= tally.rate <= high:
             return False
-        if rules.look_again and tally.num_passed >= rules.look_again:
+        if self.look_again and tally.num_passed >= self.look_again:
             del tallies[task_id]
             if tally.longest_success:
                 tallies[task_id] = Tally(0, 0, longest_success=tally.longest_success)
@@ -176,7 +192,7 @@ class Curation:
     def _known(self, task_id: str) -> Tally | None:
         """Return the tally of a task if it has enough episodes, else None."""
         tally = self._history.tallies.get(task_id)
-        return tally if tally is not None and tally.num_episodes >= self.rules.min_episodes else None
+        return tally if tally is not None and tally.num_episodes >= self._min_episodes else None
 
     # ----------------------------------------------------------------------------------------------------------- score
 
@@ -259,7 +275,7 @@ class Curation:
             del self._successes[task_id]
 
     def _is_success(self, reward: float) -> bool:
-        return reward >= self.rules.success_reward
+        return reward >= self._success
 
     # ---------------------------------------------------------------------------------------------------------- settle
 

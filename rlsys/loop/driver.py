@@ -7,7 +7,7 @@
                all their columns                      their columns                  being dropped; the death of a rank
     evaluate   pinned weights      eval metrics       its replicas and rewards       their results
     supervise  dead relays         filled relays      a relay to die                 never; cancelled at the end
-    repack     loads of replicas   moves              a publish, or `repack_s`       never; cancelled at the end
+    repack     loads of replicas   moves              a publish, or 5 s            never; cancelled at the end
     look       loads, placements   events             `look_s`                       never; cancelled at the end
     watch      idle time           NoProgress         the no-progress limit          never; cancelled at the end
 

@@ -151,6 +151,8 @@ class Evaluator:
     """The same for every evaluation, so that two evaluations differ only by their weights."""
     max_open: int
     """Tasks rolled out or scored concurrently, over all data sets."""
+    success: float = 1.0
+    """Reward from which a sample passes, for pass@k."""
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.max_open)
@@ -180,7 +182,7 @@ class Evaluator:
         """Return the metrics of what `sample` returned. Raises `RlsysError` if nothing could be scored."""
         groups = [group for group in sampled if group is not None]
         try:
-            return eval_metrics_of(groups, self.rules.samples, self.rules.pass_reward, len(sampled) - len(groups))
+            return eval_metrics_of(groups, self.rules.samples, self.success, len(sampled) - len(groups))
         except RlsysError as error:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
 
@@ -211,7 +213,7 @@ class Evaluator:
             "samples": self.rules.samples,
             "temperature": self.rules.temperature,
             "seed": self.seed,
-            "pass_reward": self.rules.pass_reward,
+            "pass_reward": self.success,
         }
 
     async def _scored(

@@ -8,7 +8,7 @@ from itertools import count
 from math import ceil
 from typing import TypeAlias, TypeVar
 
-from rlsys.config.schema import LimitsSection
+from rlsys.config.run_sections import LimitsSection
 from rlsys.contracts import Composer, Reference, Rewards, Rollouts
 from rlsys.errors import (
     DeadlineExceeded,

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from pathlib import Path
 
 from rlsys.contracts import Actor, TrainedGroup
 from rlsys.errors import CheckpointError, RlsysError, WorkerError
 from rlsys.loop.learner import StepResult
 from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
-from rlsys.types import Group, Task
-from rlsys.util.seeds import record_seed
+from rlsys.types import Task
 
 MOST_UNWRITTEN = 4
 """Steps whose files may be unwritten at once: their payloads stay in memory until then."""
@@ -28,9 +26,6 @@ class RolloutRecords:
     folder: Path
     every: int
     """Steps between two that are written; 0: none is."""
-    share: float = 1.0
-    """Share of the groups of a step that is written, at least one."""
-    seed: int = 0
     _writing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def is_due(self, step: int) -> bool:
@@ -50,8 +45,8 @@ class RolloutRecords:
         while len(self._writing) >= MOST_UNWRITTEN:
             await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
         path = self.path(step)
-        groups, assigned = result.groups, result.assigned
-        trained = [TrainedGroup(i, tasks[i], groups[i], assigned[i]) for i in self._places(groups)]
+        parts = zip(tasks, result.groups, result.assigned, strict=True)
+        trained = [TrainedGroup(place, *part) for place, part in enumerate(parts)]
         recording = self.actor.record(path, step, trained)
         await recording.copied()
         task = asyncio.create_task(self._finish(path, step, recording.written()))
@@ -65,11 +60,6 @@ class RolloutRecords:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-
-    def _places(self, groups: Sequence[Group]) -> list[int]:
-        """Return the groups to write. The same ones in a resumed run."""
-        places = sorted(range(len(groups)), key=lambda place: record_seed(self.seed, groups[place].group_id))
-        return sorted(places[: ceil(self.share * len(places))])
 
     async def _finish(self, path: Path, step: int, written: Awaitable[None]) -> None:
         if await is_written(path, written, self.events):

@@ -109,10 +109,10 @@ class Ledger:
     def _draw(self) -> TaskDraw:
         """Draw the next task that curation does not skip. Raises `RunAborted`.
 
-        An epoch may begin anywhere in these draws, so every task comes up at least `look_again` + 1 times. Only with
-        `look_again` 0 can all tasks be skipped every time.
+        An epoch may begin anywhere in these draws, so every task comes up at least `look_again` + 1 times. Only
+        with `look_again` 0 can all tasks be skipped every time.
         """
-        for _ in range((self.curation.rules.look_again + 2) * len(self.source)):
+        for _ in range((self.curation.look_again + 2) * len(self.source)):
             cursor, task = self.source.cursor, self.source.next()
             if (issue := self.curation.on_issue(task.id, self.group_size)) is not None:
                 return TaskDraw(task.id, cursor, issue.size, issue.token_limit)
@@ -120,7 +120,7 @@ class Ledger:
         raise RunAborted(
             f"the success rate of every task ({len(self.source)} of them) is below {low:g} or above {high:g}, so that "
             "curation.success_within leaves none to roll out: the policy has learned them all, or they are beyond it. "
-            "Take tasks of another difficulty, widen curation.success_within, or set curation.look_again above 0"
+            "Take tasks of another difficulty, or widen curation.success_within"
         )
 
     def again(self, group_id: int) -> None:

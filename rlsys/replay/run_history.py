@@ -104,7 +104,7 @@ class RecordedSteps:
         if not records or any(record.step != step for record in records) or group_ids != found:
             raise DataError(
                 f"{path} contains groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "
-                "is of another session of the run, was changed, or has only a part of them (record.share)"
+                "is of another session of the run, or was changed"
             )
         return records
 

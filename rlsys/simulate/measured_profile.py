@@ -18,6 +18,7 @@ import orjson
 
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
+from rlsys.loop.build_driver import CONSTANTS
 from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted
 from rlsys.replay.recorded_rollouts import read_rollouts, rollout_paths
 from rlsys.replay.rollout_log import decoder_of
@@ -183,9 +184,9 @@ def profile_of(config: Config, events: Sequence[tuple[Event, float]], turns: Tur
         *_entry("reward_s", median(lasting("scoring") or [0.0]), "measured: median of a group"),
         *_entry("max_staleness", asynchrony.max_staleness, "configuration"),
         *_entry("window", asynchrony.window, "configuration"),
-        *_entry("weight_change", rollout.weight_change, "configuration"),
-        *_entry("kv_cache", rollout.kv_cache, "configuration"),
-        *_entry("repack_s", rollout.repack_s, "configuration"),
+        *_entry("weight_change", rollout.change, "configuration"),
+        *_entry("kv_cache", "recompute" if rollout.recomputes else "keep", "configuration"),
+        *_entry("repack_s", CONSTANTS.repack_s, "as in a run"),
         "train:",
         *_entry("  fixed_s", 0.0, "assumed: part of tokens_per_s"),
         *_entry("  tokens_per_s", sum(tokens) / sum(train_s) / ranks, "measured, without the first step"),

@@ -31,6 +31,7 @@ from rlsys.config.config_problems import nearest, refuse
 from rlsys.config.loader import load
 from rlsys.config.sections import Section
 from rlsys.errors import ConfigError
+from rlsys.loop.build_driver import Constants
 from rlsys.testing.fake_world import RewardAsAdvantage
 from rlsys.types import Group
 
@@ -197,12 +198,12 @@ class Profile(Section):
     weight_change: Literal["between", "inflight", "beside"] = "between"
     """As `rollout.weight_change` of a run."""
     kv_cache: Literal["keep", "recompute"] = "recompute"
-    """As `rollout.kv_cache` of a run: the treatment of keys and values when weights change in flight."""
+    """Treatment of cached keys and values when weights change in flight, as `rollout.weight_change` of a run."""
     resident_versions: PositiveInt = 2
-    """As `rollout.resident_versions` of a run; used only with `weight_change: beside`."""
+    """Most sets of weights of a replica, used only with `weight_change: beside`; a run has 2."""
     repack_s: NonNegativeFloat = 0.0
-    """As `rollout.repack_s` of a run: seconds between two searches for replicas to empty; 0: never. As in a run, used
-    only with `weight_change: between` and several replicas."""
+    """Seconds between two searches for replicas to empty; 0: never. As in a run, where they are 5 s, used only with
+    `weight_change: between` and several replicas."""
     routing: Literal["group", "request", "prefix"] = "group"
     """group: all requests of a group go to the replica of the group. request: each goes to the least loaded replica.
     prefix: each goes to the replica that caches its session's prefix, unless that is overloaded. The last two only with
@@ -227,7 +228,7 @@ class Profile(Section):
     def config(self, folder: Path, steps: int) -> Config:
         """Build the driver's configuration of a run of `steps` steps on this cluster."""
         limits = dict.fromkeys(("max_attempts", "max_failed_groups", "max_no_signal_groups"), MOST_FAILURES)
-        limits |= {"group_s": FOREVER_S, "no_progress_s": FOREVER_S, "transfer_s": TRANSFER_S}
+        limits |= {"group_s": FOREVER_S, "no_progress_s": FOREVER_S}
         sections: dict[str, Any] = {
             "run": {"name": "simulated", "folder": folder, "steps": steps, "seed": self.seed},
             "model": {"path": "simulated"},
@@ -238,8 +239,6 @@ class Profile(Section):
                 "replicas": self.num_replicas,
                 "slots": self.slots,
                 "weight_change": self.weight_change,
-                "kv_cache": self.kv_cache,
-                "repack_s": self.repack_s,
             },
             "train": {"groups_per_step": self.groups_per_step, "micro_batch_tokens": MICRO_BATCH_TOKENS},
             "asynchrony": {"max_staleness": self.max_staleness, "window": self.window},
@@ -248,6 +247,11 @@ class Profile(Section):
             "record": {"rollouts_every": 0},
         }
         return Config(**sections)
+
+    @property
+    def constants(self) -> Constants:
+        """Constants of the driver."""
+        return Constants(transfer_s=TRANSFER_S, repack_s=self.repack_s)
 
     def train_s(self, groups: Sequence[Group]) -> float:
         """Return the trainer's compute seconds for a step on these groups."""

@@ -130,7 +130,13 @@ class Simulation:
         workers = Workers(self.rollouts, FakeRewards(self.world), self.actor, FakeRelays(self.world))
         # The pipe stays full to the end: the run has one more pipe of steps, and is stopped early.
         config = profile.config(folder, self.steps + profile.max_staleness + 1)
-        self.driver = build_driver(config, workers, TaskSource(tasks(NUM_TASKS), seed=profile.seed), Events([self]))
+        self.driver = build_driver(
+            config,
+            workers,
+            TaskSource(tasks(NUM_TASKS), seed=profile.seed),
+            Events([self]),
+            constants=profile.constants,
+        )
         for seconds, happens in self.incidents:
             asyncio.get_running_loop().call_later(seconds, happens, self)
         await self.driver.run(0)

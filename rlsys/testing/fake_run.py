@@ -13,7 +13,7 @@ from rlsys.agents.workflow import SingleTurn, play_or_fail
 from rlsys.config import Config
 from rlsys.contracts import Workers
 from rlsys.data.task_source import Tasks, TaskSource
-from rlsys.loop.build_driver import build_driver
+from rlsys.loop.build_driver import WITHOUT_REPACKING, Constants, build_driver
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, Events, StepDone
@@ -39,7 +39,7 @@ LEAST: Mapping[str, Mapping[str, object]] = {
     "run": {"steps": 3},
     "model": {"path": "fake"},
     "data": {"path": "fake"},
-    "rollout": {"repack_s": 0, "workflow": SingleTurn()},
+    "rollout": {"workflow": SingleTurn()},
     "train": {"groups_per_step": 2},
     "checkpoint": {"every": 0, "every_s": 0},
     "record": {"rollouts_every": 0},
@@ -87,6 +87,7 @@ class FakeRun:
         workers: Workers | None = None,
         recorder: EventRecorder | None = None,
         progress: Progress | None = None,
+        constants: Constants = WITHOUT_REPACKING,
         **sections: object,
     ) -> None:
         """With `reply`, a function from the text so far to the policy's reply, play the configured workflow and score
@@ -113,7 +114,9 @@ class FakeRun:
         if gradients is not None and config.stabilizer is not None:
             world.steer = Steering(config.stabilizer.start(gradients(0)), gradients)
         events = Events([self.recorder], clock=now)
-        self.driver = build_driver(config, workers or world.workers(), source, events, progress=progress)
+        self.driver = build_driver(
+            config, workers or world.workers(), source, events, progress=progress, constants=constants
+        )
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:

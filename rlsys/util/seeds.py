@@ -40,11 +40,6 @@ def epoch_seed(run_seed: int, epoch: int) -> int:
     return _mixed(b"epoch", run_seed, epoch)
 
 
-def record_seed(run_seed: int, group_id: int) -> int:
-    """Return the number by which the groups to record are drawn."""
-    return _mixed(b"record", run_seed, group_id)
-
-
 def _mixed(purpose: bytes, *numbers: int) -> int:
     """Return XXH3 of integers and a purpose, so that seeds for different purposes never coincide by construction."""
     packed = struct.pack(f"<8s{len(numbers)}Q", purpose, *(n & _64_BITS for n in numbers))

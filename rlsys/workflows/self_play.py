@@ -61,7 +61,7 @@ class SelfPlay(Workflow):
     """Solvers per task."""
     propose_within: tuple[Fraction, Fraction] | None = None
     """Mean reward of the solvers within which a task becomes one of the run: it joins the source of data with
-    `proposed: true`, whose tasks only the solver plays, the whole group on one task. [0, 0.5] are tasks that the policy
+    `path: proposed`, whose tasks only the solver plays, the whole group on one task. [0, 0.5] are tasks that the policy
     mostly fails (ReverseGen). None: no task does."""
     proposer_reward: Literal["balance", "failure"] = "balance"
     """Reward of the proposer for the mean p of the solvers' rewards. `balance`: 1 - |1 - 2 p| (R-Zero). `failure`:

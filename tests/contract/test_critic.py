@@ -22,7 +22,7 @@ from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import ActivationCheckpointing, MemorySavings
+from rlsys.config.train_section import ActivationCheckpointing, MemorySavings
 from rlsys.errors import ModelError, TrainingError
 from rlsys.monitoring.metric_catalog import undocumented
 from tests.by_day import first_by_day

@@ -22,7 +22,7 @@ from rlsys.batch.samples import Sample, samples_in
 from rlsys.batch.tensors import StepData
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import NO_SAVINGS, MemorySavings
+from rlsys.config.train_section import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError
 from rlsys.types import Distribution
 from tests.by_day import first_by_day

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import NO_SAVINGS, MemorySavings
+from rlsys.config.train_section import NO_SAVINGS, MemorySavings
 from rlsys.errors import WeightsMismatch
 from rlsys.types import Distribution
 from rlsys.weight_sync.manifest import Manifest, VersionPart

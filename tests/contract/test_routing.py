@@ -26,7 +26,7 @@ from rlsys.batch.samples import NOT_RECORDED, Sample, samples_of, without_repeat
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import NO_SAVINGS, MemorySavings
+from rlsys.config.train_section import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError, TrainingError
 from rlsys.routing.requests import Completion
 from rlsys.types import Distribution, Episode, Trajectory, Turn, VersionSpan

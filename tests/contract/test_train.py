@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, get_cosi
 from benchmarks.measure import in_fresh_process
 from rlsys.algorithm import Algorithm
 from rlsys.config import Config
-from rlsys.config.schema import ActivationCheckpointing, GatherWeights, MemorySavings
+from rlsys.config.train_section import ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.monitoring.metric_catalog import undocumented
 from rlsys.types import Distribution

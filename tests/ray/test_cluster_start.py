@@ -29,7 +29,7 @@ except RlsysError as error:
     ("address", "changes", "says"),
     [
         ("", {}, "ClusterError a local Ray cluster did not start: "),
-        ("head", {}, "ConfigError ray.address: cannot join 'head': "),
+        ("head", {}, "ConfigError ray: cannot join 'head': "),
         (
             "",
             {"RAY_ADDRESS": "ray://127.0.0.1:1"},

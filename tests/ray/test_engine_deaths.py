@@ -53,7 +53,7 @@ def engine(request: pytest.FixtureRequest, endless: Path) -> Iterator[str]:
             yield request.param
             return
         urls = [servers.enter_context(vllm_server(endless, context=CONTEXT)) for _ in range(2)]
-        yield json.dumps({"type": "vllm_server", "urls": urls})
+        yield json.dumps({"urls": urls})
 
 
 def sampled(group: Group) -> list[int]:

@@ -17,7 +17,7 @@ from rlsys.types import Assignment, Episode, GroupKey, Task
 from tests.jobs import config_of
 from workers.worker_set import WorkerSet
 
-POLICIES = "policies={first: {}, second: {train: {groups_per_step: 2, lr: 1e-2}}, third: {is_frozen: true}}"
+POLICIES = "policies={first: {}, second: {train: {groups_per_step: 2, lr: 1e-2}}, third: {train: null}}"
 
 
 def pair(model_path: Path, data_path: Path, folder: Path, *overrides: str) -> Config:

@@ -28,10 +28,9 @@ def classifier(tmp_path: Path, model_path: Path) -> Path:
 
 
 def test_functions_and_a_model_make_one_reward(cluster, model_path, data_path, classifier, tmp_path):
-    functions = (
-        "[{fn: tests/ray/judges.py:digits, weight: 2}, {fn: regex, name: any, args: {pattern: '', counts: any}}]"
-    )
-    overrides = [f"reward.fn={functions}", f"reward.model={{path: {classifier}, weight: 0.5}}", "run.steps=1"]
+    functions = "{fn: tests/ray/judges.py:digits, weight: 2}, {fn: regex, name: any, args: {pattern: '', counts: any}}"
+    model = f"{{fn: model, weight: 0.5, args: {{path: {classifier}}}}}"
+    overrides = [f"reward.fn=[{functions}, {model}]", "run.steps=1"]
     rlsys.train(config_of(model_path, data_path, tmp_path, overrides), progress=False)
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = json.loads(line)
@@ -49,7 +48,7 @@ def test_functions_and_a_model_make_one_reward(cluster, model_path, data_path, c
 @pytest.mark.nightly
 def test_groups_are_shared_among_the_replicas_of_a_reward_model(cluster, model_path, data_path, classifier, tmp_path):
     """Each worker has a copy of the model, and the least busy one gets the next group."""
-    overrides = [f"reward.model={{path: {classifier}, num_cpus: 0}}", "reward.fn=", "reward.workers=2", "run.steps=3"]
+    overrides = [f"reward.fn=[{{fn: model, args: {{path: {classifier}}}}}]", "reward.workers=2", "run.steps=3"]
     rlsys.train(config_of(model_path, data_path, tmp_path, overrides), progress=False)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     scored = Counter(event["worker"] for event in events if event.get("activity") == "scoring")

@@ -14,7 +14,7 @@ from tests.jobs import config_of
 from workers.reward.reward_worker import RewardPool
 from workers.worker_set import WorkerSet, start_fixed_rollouts, start_rewards
 
-KEYS = ["rollout.num_cpus=4", "reward.num_cpus=4", "eval.replicas=2"]
+KEYS = ["resources.rollout.cpus=4", "resources.reward.cpus=4", "eval.replicas=2"]
 """One worker fills one node."""
 
 

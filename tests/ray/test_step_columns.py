@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import MemorySavings
+from rlsys.config.train_section import MemorySavings
 from rlsys.loop.checkpoint import saved
 from rlsys.types import Distribution
 from tests.training import SETTINGS, Surrogate, group_of, planned

@@ -201,7 +201,7 @@ def test_a_run_that_stops_early_exports_its_best_checkpoint(model_path, data_pat
     """Rewards rise, so the lowest mean is that of an early step."""
     keys = [
         "run.steps=30", "eval={data: {d: " + str(data_path) + "}, every: 1, limit: 4}", "checkpoint.keep_last=1",
-        "checkpoint={keep_best: 1, best_by: eval/d/mean, best_is: lowest, early_stopping_patience: 3, every: 0}",
+        "checkpoint={keep_best: 1, best_by: lowest eval/d/mean, early_stopping_patience: 3, every: 0}",
     ]  # fmt: skip
     config = config_of(model_path, data_path, tmp_path, keys)
     result = train(config, progress=False)

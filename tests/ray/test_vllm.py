@@ -34,8 +34,7 @@ def test_sampler_and_trainer_logprobs_match_after_inflight_weight_changes(cluste
     overrides = [
         "rollout.engine=vllm",
         "rollout.replicas=2",
-        "rollout.weight_change=inflight",
-        "rollout.kv_cache=recompute",
+        "rollout.weight_change=inflight_recompute",
         "asynchrony.max_staleness=2",
         "checkpoint.every=0",
     ]
@@ -69,9 +68,8 @@ def test_a_server_that_runs_elsewhere_is_trained_with_and_its_weights_are_verifi
 ):
     with vllm_server(vllm_model, context=64) as url:
         overrides = [
-            f"rollout.engine={{type: vllm_server, urls: ['{url}']}}",
-            "rollout.weight_change=inflight",
-            "rollout.kv_cache=recompute",
+            f"rollout.engine={{urls: ['{url}']}}",
+            "rollout.weight_change=inflight_recompute",
             "asynchrony.max_staleness=2",
             "checkpoint.every=0",
         ]

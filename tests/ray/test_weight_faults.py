@@ -99,7 +99,7 @@ def test_logprobs_reveal_an_engine_that_ignores_its_new_weights(cluster, model_p
         return start(RolloutWorker, name, partial(lazy, name, spec, relays), spec.resources, 30.0)
 
     rollouts = RolloutPool(PoolSpec(2, one, 60.0, silence_s=6.0, max_attempts=3))
-    assert_noticed(config, relays, rollouts, "rollout.probe_tolerance); before the change it held version 1")
+    assert_noticed(config, relays, rollouts, "is tolerated; before the change it held version 1")
 
 
 async def lazy(name: str, spec: RolloutSpec, relays: RayRelays) -> RolloutWorker:

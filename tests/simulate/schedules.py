@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from rlsys.testing import FakeWorld, Fault, RewardAsAdvantage, run_virtual, task
 from rlsys.testing.fake_run import go_on
 from rlsys.types import Group
 from rlsys.util.deadlines import ROUNDING_S
-from tests.simulate.world import NUM_TASKS, StopAfter, driver_on
+from tests.simulate.world import CONSTANTS, NUM_TASKS, StopAfter, driver_on
 
 STALENESS = (0, 1, 2, 4, 8)
 STEPS = 12
@@ -166,7 +166,7 @@ def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], sto
     if rules != CurationSection():
         world.reward = lambda group_id, episode: float(random.Random(group_id * 97 + episode).random() < 0.35)
         world.payload_losses = {**world.payload_losses, "replace": {chance.randrange(6)}}
-    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=rules)
+    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=rules, constants=HASTY)
     witness = Witness(driver)
     driver.events.attach(witness)
     if stop < STEPS:
@@ -174,6 +174,9 @@ def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], sto
     assert run_virtual(go_on(driver)) == stop + driver.position.num_lost
     witness.count_permits()
     return world, driver, witness
+
+
+HASTY = replace(CONSTANTS, min_episodes=2, look_again=2)
 
 
 def rules_of(seed: int) -> CurationSection:
@@ -184,8 +187,6 @@ def rules_of(seed: int) -> CurationSection:
     return CurationSection(
         fewer_above=chance.choice((None, 0.3)),
         success_within=chance.choice(((0.0, 1.0), (0.2, 0.6))),
-        min_episodes=2,
-        look_again=chance.choice((1, 2)),
         stored_successes=chance.choice((0, 3, 8)),
     )
 

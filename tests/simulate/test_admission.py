@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from rlsys.loop.build_driver import Constants
 from rlsys.testing import FakeRun, FakeWorld
 from tests.by_day import first_by_day
 from tests.simulate.world import latencies
@@ -34,8 +35,9 @@ def pace_of(
         world,
         run={"steps": 90},
         train={"groups_per_step": 8},
-        rollout={"weight_change": "inflight", "repack_s": 0},
-        asynchrony={"max_staleness": 4, "adaptive": adaptive},
+        rollout={"weight_change": "inflight"},
+        asynchrony={"max_staleness": 4},
+        constants=Constants(is_adaptive=adaptive),
     )
     run.train()
     steady = run.metrics[STEADY:]

@@ -32,7 +32,7 @@ from rlsys.testing import (
 )
 from rlsys.types import Episode, Group, GroupKey, Ref, Score, Task
 from tests.groups import num_ok
-from tests.simulate.world import NUM_TASKS, StopAfter, driver_on, go_on, latencies
+from tests.simulate.world import CONSTANTS, NUM_TASKS, StopAfter, driver_on, go_on, latencies
 
 SIZE = 4
 EASY, HARD = "task-0", "task-1"
@@ -78,14 +78,15 @@ def with_rewards(world: FakeWorld, rewards: FakeRewards) -> Workers:
 
 
 def curated(
-    world: FakeWorld, folder: Path, rules: CurationSection, **limits: Any
+    world: FakeWorld, folder: Path, rules: CurationSection, *, look_again: int = 4, **limits: Any
 ) -> tuple[Driver, Remembering, EventRecorder]:
     """A driver whose rewards are `ByTask`, its actor, and what it says."""
     actor, recorder = Remembering(world), EventRecorder()
+    constants = replace(CONSTANTS, min_episodes=SIZE, look_again=look_again)
     workers = limits.pop("workers", None) or with_rewards(world, ByTask(world))
     limits.setdefault("algorithm", RewardAsAdvantage(group_size=SIZE))
     workers = replace(workers, actor=actor)
-    driver = driver_on(world, folder, workers=workers, recorder=recorder, curation=rules, **limits)
+    driver = driver_on(world, folder, workers=workers, recorder=recorder, curation=rules, constants=constants, **limits)
     return driver, actor, recorder
 
 
@@ -94,9 +95,7 @@ def counted(recorder: EventRecorder, name: str) -> list[float]:
 
 
 def test_mostly_solved_tasks_get_fewer_episodes_afterwards(tmp_path):
-    driver, actor, recorder = curated(
-        FakeWorld(), tmp_path, CurationSection(fewer_above=0.9, min_episodes=SIZE), steps=14
-    )
+    driver, actor, recorder = curated(FakeWorld(), tmp_path, CurationSection(fewer_above=0.9), steps=14)
     run_virtual(driver.run(0))
     sizes = {task: [len(g.episodes) for g in actor.groups if g.task_id == task] for task in (EASY, HARD)}
     assert sizes == {EASY: [4, 2, 2, 2, 2, 2], HARD: [4] * 6}
@@ -106,8 +105,8 @@ def test_mostly_solved_tasks_get_fewer_episodes_afterwards(tmp_path):
 
 
 def test_solved_and_hopeless_tasks_are_skipped_and_revisited(tmp_path):
-    rules = CurationSection(success_within=(0.05, 0.95), min_episodes=SIZE, look_again=2)
-    driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=41, groups_per_step=1)
+    rules = CurationSection(success_within=(0.05, 0.95))
+    driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=41, groups_per_step=1, look_again=2)
     run_virtual(driver.run(0))
     trained = [g.task_id for g in actor.groups]
     assert trained.count(EASY) == trained.count(HARD) == 3, "in the 1st, the 4th and the 7th epoch"
@@ -117,8 +116,8 @@ def test_solved_and_hopeless_tasks_are_skipped_and_revisited(tmp_path):
 
 def test_a_run_with_all_tasks_solved_ends_with_the_remedy(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: 1.0)
-    rules = CurationSection(success_within=(0.0, 0.9), min_episodes=SIZE, look_again=0)
-    driver, _, _ = curated(world, tmp_path, rules, workers=world.workers(), steps=14)
+    rules = CurationSection(success_within=(0.0, 0.9))
+    driver, _, _ = curated(world, tmp_path, rules, workers=world.workers(), steps=14, look_again=0)
     with pytest.raises(
         RunAborted, match=r"every task \(7 of them\) is below 0 or above 0\.9.*curation\.success_within"
     ):
@@ -126,8 +125,8 @@ def test_a_run_with_all_tasks_solved_ends_with_the_remedy(tmp_path):
 
 
 def test_groups_without_signal_count_in_the_success_history(tmp_path):
-    rules = CurationSection(success_within=(0.05, 0.95), min_episodes=SIZE, look_again=0)
-    driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=14, algorithm=Picky())
+    rules = CurationSection(success_within=(0.05, 0.95))
+    driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=14, algorithm=Picky(), look_again=0)
     run_virtual(driver.run(0))
     assert {g.task_id for g in actor.groups}.isdisjoint({EASY, HARD})
     tallies = driver.queue.ledger.curation.state().tallies
@@ -139,7 +138,7 @@ def test_groups_without_signal_count_in_the_success_history(tmp_path):
     assert counted(recorder, "passed_over")[-1] >= 2 * 6
 
 
-EVERYTHING = CurationSection(fewer_above=0.4, success_within=(0.1, 0.9), min_episodes=SIZE, look_again=2)
+EVERYTHING = CurationSection(fewer_above=0.4, success_within=(0.1, 0.9))
 """All that a synchronous run may have: what is stored is older than the step that trains it."""
 
 
@@ -151,7 +150,7 @@ def test_synchronous_curation_does_not_depend_on_timing_or_interruption(seed, st
             reward_s=latencies(seed + number + 1, 4.0),
             train_s=latencies(seed + number + 2, 3.0),
         )
-        driver, actor, _ = curated(world, folder, EVERYTHING, steps=12, algorithm=Picky())
+        driver, actor, _ = curated(world, folder, EVERYTHING, look_again=2, steps=12, algorithm=Picky())
         return driver, actor
 
     with TemporaryDirectory() as folder:
@@ -197,6 +196,7 @@ def replaced(world: FakeWorld, folder: Path, more: int = 0, **limits: Any) -> tu
         folder,
         CurationSection(stored_successes=5, stored_staleness=more),
         workers=composing_workers(world),
+        look_again=4,
         **{
             "steps": 20,
             "max_staleness": 8,
@@ -357,7 +357,7 @@ def test_a_resume_keeps_replaced_groups_and_clears_stored_successes(tmp_path):
 
 
 def test_history_after_a_resume_covers_everything_that_was_trained(tmp_path):
-    rules = CurationSection(fewer_above=0.9, min_episodes=SIZE, stored_successes=2)
+    rules = CurationSection(fewer_above=0.9, stored_successes=2)
     parts = [curated(FakeWorld(**UNEVEN), tmp_path, rules, steps=14, max_staleness=3) for _ in range(2)]
     (cut, first, _), (resumed, second, _) = parts
     cut.events.attach(StopAfter(cut, 6))

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlsys.algorithm import Algorithm, Signal
 from rlsys.config.sections import CurationSection
 from rlsys.contracts import Workers
+from rlsys.loop.build_driver import Constants
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, StepDone
@@ -59,6 +60,9 @@ def latencies(seed: int, longest_s: float) -> Callable[[int], float]:
     return lambda number: random.Random(seed * 1_000_003 + number).paretovariate(1.1) % longest_s
 
 
+CONSTANTS = Constants(repack_s=0, transfer_s=60.0)
+
+
 def driver_on(
     world: FakeWorld,
     folder: Path,
@@ -80,6 +84,7 @@ def driver_on(
     workers: Workers | None = None,
     curation: CurationSection | None = None,
     progress: Progress | None = None,
+    constants: Constants = CONSTANTS,
 ) -> Driver:
     """A run of `steps` steps over `NUM_TASKS` tasks in `folder`; events have virtual times."""
     run = FakeRun(
@@ -89,6 +94,7 @@ def driver_on(
         recorder=recorder,
         workers=workers,
         progress=progress,
+        constants=constants,
         run={"steps": steps},
         algorithm=algorithm or RewardAsAdvantage(needs=signals),
         stabilizer=Synchronous(steps=synchronous_steps),
@@ -104,7 +110,6 @@ def driver_on(
         curation=(curation or CurationSection()).model_dump(),
         limits={
             "group_s": world.group_s,
-            "transfer_s": 60.0,
             "no_progress_s": no_progress_s,
             "max_attempts": max_attempts,
             "max_failed_groups": max_failed_groups,

@@ -14,7 +14,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.errors import WeightsMismatch
 from rlsys.routing.requests import Completion, Request
 from rlsys.types import EngineStats, PolicyVersion
-from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
+from rlsys.weight_sync.links import BYTES_PER_S, TRANSFER_S, deadline_s
 from rlsys.weight_sync.manifest import TensorSpec
 from workers.transport.buckets import specs_in
 
@@ -57,7 +57,7 @@ class EngineSpec:
     """Keep or recompute the cache of running requests when new weights replace the old; no effect with several
     `resident_versions`."""
     tensor_parallel: int = 1
-    step_s: float = 600.0
+    step_s: float = 120.0
     """Deadline of one step."""
     load_s: float = 600.0
     """Deadline of loading weights."""
@@ -76,17 +76,16 @@ class EngineSpec:
     @classmethod
     def of(cls, config: Config) -> EngineSpec:
         """An engine for the model of a configuration, with one set of weights."""
-        rollout, limits = config.rollout, config.limits
+        rollout = config.rollout
         return cls(
-            engine=rollout.engine if isinstance(rollout.engine, str) else rollout.engine.type,
+            engine=rollout.engine_name,
             model_path=config.model.path,
             dtype=config.dtype,
             slots=config.slots,
             max_context=config.max_context_tokens,
-            kv_cache=rollout.kv_cache,
+            kv_cache="recompute" if rollout.recomputes else "keep",
             tensor_parallel=rollout.tensor_parallel,
-            step_s=limits.step_s,
-            load_s=deadline_s(limits.transfer_s, weight_bytes(config.model.path), BYTES_PER_S),
+            load_s=deadline_s(TRANSFER_S, weight_bytes(config.model.path), BYTES_PER_S),
             vllm_args=rollout.vllm_args,
         )
 

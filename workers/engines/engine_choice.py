@@ -88,7 +88,7 @@ async def start_engine(
     if name == "vllm":
         if spec.resident_versions > 1 and spec.lora is None:
             raise ConfigError(
-                f"rollout.resident_versions: {spec.resident_versions} versions side by side, and vLLM holds one of "
+                f"rollout.weight_change: beside: {spec.resident_versions} versions side by side, and vLLM holds one of "
                 "whole weights; train an adapter (train.lora), set rollout.engine=local, or a rollout.weight_change "
                 "other than beside"
             )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.train_section import ActivationCheckpointing
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from rlsys.config.lora_section import LoraSection
-    from rlsys.config.schema import ActivationCheckpointing
+    from rlsys.config.train_section import ActivationCheckpointing
     from rlsys.stabilizer import StabilizerPlugin
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]

@@ -180,13 +180,13 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address and address != "local":
         if address.startswith("ray://"):
-            raise ConfigError(f"RAY_ADDRESS={address}: a driver must run inside the cluster: unset it, see ray.address")
+            raise ConfigError(f"RAY_ADDRESS={address}: a driver must run inside the cluster: unset it, see the key ray")
         try:
             with signals_kept():
                 ray.init(address=address, **quiet)
         except Exception as error:  # Ray raises plain `Exception` too
             raise ConfigError(
-                f"ray.address: cannot join {address!r}: {error}; this machine must be a node of that cluster, and have "
+                f"ray: cannot join {address!r}: {error}; this machine must be a node of that cluster, and have "
                 "its token and its versions of Ray and Python"
             ) from error
         return Cluster(is_ours=True)
@@ -208,7 +208,7 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
                 raise ClusterError(
                     f"a local Ray cluster did not start: {error}; see its logs in ray/session_latest/logs under "
                     "RAY_TMPDIR, TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set "
-                    "ray.address=auto"
+                    "ray=auto"
                 ) from error
             begun = LocalStart.of_this_process()
     keeper, mark = begun.keeper, begun.mark
@@ -299,7 +299,7 @@ def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
         if needed > have.get(name, 0.0):
             raise ConfigError(
                 f"the run needs {needed:g} {name}s and the cluster has {have.get(name, 0.0):g}: "
-                f"lower num_{name.lower()}s, replicas, ranks or workers, or raise ray.num_cpus on a machine of your own"
+                f"lower {name.lower()}s (resources), replicas, ranks or workers, or raise ray of a local cluster"
             )
 
 

@@ -110,9 +110,11 @@ def models_on_gpu(config: Config) -> frozenset[str]:
     """Models of a step that the run has on GPUs, by its sections `train`, `critic` and `reference`."""
     signals = config.algorithm.signals
     is_on_gpu = {
-        POLICY: config.train.num_gpus > 0,
-        CRITIC: Signal.VALUES in signals and config.critic.num_gpus > 0,
-        REFERENCE: config.has_reference and Signal.REFERENCE_MISMATCHED in signals and config.reference.num_gpus > 0,
+        POLICY: config.resources["actor"].gpus > 0,
+        CRITIC: Signal.VALUES in signals and config.resources["critic"].gpus > 0,
+        REFERENCE: config.has_reference
+        and Signal.REFERENCE_MISMATCHED in signals
+        and config.resources["reference"].gpus > 0,
     }
     return frozenset(model for model, is_there in is_on_gpu.items() if is_there)
 
@@ -182,11 +184,11 @@ class Models:
         """Train one step of actor and critic. Returns their metrics."""
         config, algorithm = self._config, self._config.algorithm
         data = data.with_columns(self._columns(plan, data))
-        with _threads(config.train.threads):
+        with _threads(config.resources["actor"].threads):
             distribution, stabilizer = config.rollout.distribution, self._stabilizer
             metrics = self.policy.train_step(plan, data, algorithm, distribution=distribution, stabilizer=stabilizer)
         if self._critic is not None:
-            with _threads(config.critic.threads):
+            with _threads(config.resources["critic"].threads):
                 metrics |= self._critic.train_step(plan, data, algorithm)
         return metrics
 
@@ -200,13 +202,13 @@ class Models:
         if self._config.train.lora:
             for signal in sorted(self._config.algorithm.signals & REFERENCE_SIGNALS):
                 distribution = self._config.rollout.distribution
-                with _threads(self._config.train.threads):
+                with _threads(self._config.resources["actor"].threads):
                     columns[signal] = self.policy.reference(plan, data, signal, distribution)
         if self._reference is not None:
-            with _threads(self._config.reference.threads):
+            with _threads(self._config.resources["reference"].threads):
                 columns[Signal.REFERENCE_MISMATCHED] = self._reference.mismatched(plan, data)
         if self._critic is not None:
-            with _threads(self._config.critic.threads):
+            with _threads(self._config.resources["critic"].threads):
                 columns[Signal.VALUES] = self._critic.values(plan, data)
         return columns
 
@@ -241,8 +243,8 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
 
     Raises `ModelError`, `CheckpointError` or `DataError`.
     """
-    torch.set_num_threads(config.train.threads)
-    device = torch.device("cuda" if config.train.num_gpus and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(config.resources["actor"].threads)
+    device = torch.device("cuda" if config.resources["actor"].gpus and torch.cuda.is_available() else "cpu")
     algorithm, records = config.algorithm, read_groups(folder / GROUPS)
     plan = plan_batch(
         [record.group for record in records],

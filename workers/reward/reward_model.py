@@ -17,7 +17,7 @@ from workers.text.tokenizer import rendered
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_KEY = "reward.model.path"
+_KEY = "args.path of the reward model"
 
 
 class RewardModel:

@@ -40,7 +40,7 @@ from workers.reward.process_pool import CallPool, PoolBroken, ProcessEnded
 from workers.reward.reward_process import LimitedOutput, confine
 
 if TYPE_CHECKING:
-    from rlsys.config.reward_section import RewardModelSection
+    from rlsys.config.reward_section import RewardItem
     from workers.reward.reward_model import RewardModel
 
 Functions: TypeAlias = "CallPool[list[Score]]"
@@ -89,17 +89,18 @@ class RewardWorker:
         specs: Sequence[RewardSpec],
         processes: int,
         timeout_s: float,
-        memory_mb: int,
-        model: RewardModelSection | None,
+        model: RewardItem | None,
         resources: Resources,
     ) -> Self:
         """Load the model, if there is one, and start every process."""
         loaded = None
         if model is not None:
+            from rlsys.config.reward_section import RewardModelSection
             from workers.reward.reward_model import RewardModel
 
-            loaded = RewardModel(model.path, model.dtype, model.max_tokens, model.weight, resources.claim())
-        worker = cls(specs, processes, timeout_s, memory_mb=memory_mb, model=loaded, name=name)
+            given = RewardModelSection.model_validate(model.args)
+            loaded = RewardModel(given.path, given.dtype, given.max_tokens, model.weight, resources.claim())
+        worker = cls(specs, processes, timeout_s, model=loaded, name=name)
         await worker.start()
         return worker
 

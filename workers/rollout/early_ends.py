@@ -35,9 +35,9 @@ class EpisodeJudge(Protocol):
 class GroupEnds:
     """Ends episodes early once their group is settled."""
 
-    after: float
+    after: float = 0.5
     """Share of the episodes that must have ended, two at least."""
-    keep: float
+    keep: float = 0.25
     """Probability with which each of the others goes on."""
     judge: EpisodeJudge | None = None
     """None: only rewards of workflows are known."""

@@ -249,7 +249,7 @@ class ReplicaWeights:
                 self.name,
                 f"verifying version {manifest.version}",
                 f"its logprobs differ by {difference:.4g} on average from the trainer's own of version "
-                f"{manifest.version}, {self._tolerance:g} is tolerated (rollout.probe_tolerance); before the "
+                f"{manifest.version}, {self._tolerance:g} is tolerated; before the "
                 f"change it held {'no version' if before is None else f'version {before.version}'}",
             )
         return difference

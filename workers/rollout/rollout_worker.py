@@ -8,7 +8,6 @@ from typing import Literal, Self
 
 from rlsys.agents.workflow import Workflow
 from rlsys.config.chat_section import ChatSection
-from rlsys.config.schema import EarlyEndsSection
 from rlsys.errors import ConfigError
 from rlsys.routing.request_router import RequestRouter
 from rlsys.types import Sampling
@@ -66,7 +65,7 @@ class RolloutSpec:
     """Replicas that one request may lose one after the other."""
     chat: ChatSection = AS_MADE
     """With the text of its template."""
-    ends: EarlyEndsSection | None = None
+    ends_early: bool = False
     judge: Callable[[str], EpisodeJudge] | None = None
     """Makes the judge of ended episodes, with the worker's name; None: only workflows give rewards."""
     scores: bool = False
@@ -89,8 +88,8 @@ class RolloutSpec:
         if judge is not None:
             await judge.start()
         ends = None
-        if self.ends is not None:
-            ends = GroupEnds(self.ends.after, self.ends.keep, judge or (self.judge(name) if self.judge else None))
+        if self.ends_early:
+            ends = GroupEnds(judge=judge or (self.judge(name) if self.judge else None))
         roads = {
             policy: PolicyRoad(self.text_of(policy, name), RequestRouter(max_losses=self.max_losses))
             for policy in self.policies

@@ -19,7 +19,7 @@ from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.schema import NO_SAVINGS, MemorySavings
+from rlsys.config.train_section import NO_SAVINGS, MemorySavings
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import Distribution, VersionSpan
 from rlsys.weight_sync.manifest import Probe, Rectangle, shares

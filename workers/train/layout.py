@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlsys.config.schema import NO_SAVINGS, MemorySavings
+from rlsys.config.train_section import NO_SAVINGS, MemorySavings
 from workers.model.context import ContextGroup
 from workers.model.decoder_layers import checkpoint_layers, decoder_layers
 from workers.model.split_layers import check_splits, experts_of, split_experts, split_tensors

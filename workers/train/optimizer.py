@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rlsys.config import Config
-    from rlsys.config.schema import LrStaleness
+    from rlsys.config.train_section import LrStaleness
     from rlsys.stabilizer import Gradients
 
 

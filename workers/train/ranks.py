@@ -14,7 +14,7 @@ from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.schema import MemorySavings
+from rlsys.config.train_section import MemorySavings
 from rlsys.contracts import Files, Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_log import GroupRecord, read_groups, write_groups

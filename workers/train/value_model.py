@@ -16,7 +16,7 @@ from rlsys.algorithm import Algorithm, Signal
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.schema import NO_SAVINGS, MemorySavings
+from rlsys.config.train_section import NO_SAVINGS, MemorySavings
 from rlsys.errors import ModelError
 from workers.model.adapter_files import Adapter
 from workers.model.context import ContextGroup

@@ -51,7 +51,9 @@ _WORK: Mapping[str, Sequence[str]] = {
 """Stage -> shares that measure its delay. Of equal stages the first is named: the trainer does one thing at a time,
 while a replica with many groups looks busy as long as any of them is there."""
 
-_MORE_CORES = "add ranks (train.mesh.shard), or give it more cores or a GPU (train.threads, train.num_gpus)"
+_MORE_CORES = (
+    "add ranks (train.mesh.shard), or give it more cores or a GPU (resources.actor.threads, resources.actor.gpus)"
+)
 _REMEDY_OF_TRAINER: Mapping[str, str] = {
     "publish": "look in the lanes at how long publishing takes",
     "record": "write rollouts less often (record.rollouts_every)",
@@ -211,7 +213,7 @@ def _sentence(who: str, worker: str, shares: Mapping[str, float], work: Mapping[
             return (
                 f"The trainer waits for groups {trainer_waits} of the time, and the busiest annotator is at work "
                 f"{at_work} of it, the trainer {_percent(work['trainer'])}: give it more cores or a GPU "
-                "(reference.threads, reference.num_gpus), or do without the column it adds."
+                "(resources.reference.threads, resources.reference.gpus), or do without the column it adds."
             )
         case "trainer":
             part = max(_WORK["trainer"], key=lambda part: shares.get(part, 0.0))

@@ -74,8 +74,7 @@ class OpenedRun:
         step, folder = record.step, self.folder.path / "checkpoints"
         saved = [path.parent.name.removeprefix("step_") for path in folder.glob("step_*/manifest.json")]
         start = max((int(name) for name in saved if name.isdecimal() and int(name) < step), default=0)
-        is_whole = self.config.values.get("record.share", 1.0) == 1.0
-        return is_whole and set(range(start + 1, step + 1)) <= set(self.rollouts.steps())
+        return set(range(start + 1, step + 1)) <= set(self.rollouts.steps())
 
     def _look(self) -> None:
         """Process new data. If alert thresholds changed or files were replaced, read everything again."""

@@ -26,7 +26,7 @@ reward:
   fn:
     - fn: exact
     - {fn: exact, name: again, weight: 0.5, args: {a: [1, {b: 2}]}}
-  num_cpus: 1
+resources: {reward: {cpus: 1}}
 algorithm: {type: grpo, group_size: 4, clip_high: 0.3}
 stabilizer: gac
 rollout:
@@ -50,7 +50,7 @@ policies:
   proposer: {}
   solver: {train: {lr: 1e-5}, algorithm: {type: grpo, clip_high: 0.3}}
   judge:
-    is_frozen: true
+    train: null
     model: {path: other}
 agents: {a: proposer, b: solver}
 """

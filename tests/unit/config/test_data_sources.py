@@ -35,26 +35,22 @@ def test_a_list_is_short_for_sources_named_after_their_files():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("data={}", r"data\.path: give either one file or data set here, or several in data\.sources"),
-        ("data={path: a, sources: [{path: b}]}", r"data\.path: give either one"),
-        ("data=[{path: a.jsonl}, {path: x/a.jsonl}]", r"data\.sources\[1\]\.name: 'a' is the name of another source"),
-        ("data=[{path: a.jsonl, weight: 0}]", r"data\.sources: all weights are 0"),
-        ("data=[{path: a, later_weights: [{step: 9, weight: 0}]}]", r"data\.sources: all weights are 0 from step 9 on"),
+        ("data={}", r"data\.path: required, and not given"),
+        ("data.path=[]", r"data\.path: .*at least 1 item"),
+        ("data.path=", r"data\.path: input should be a valid string"),
+        ("data=[{path: a.jsonl}, {path: x/a.jsonl}]", r"data\.path\[1\]\.name: 'a' is the name of another source"),
+        ("data=[{path: a.jsonl, weight: 0}]", r"data\.path: all weights are 0"),
+        ("data=[{path: a, weight: {0: 1, 9: 0}}]", r"data\.path: all weights are 0 from step 9 on"),
+        ("data=[{path: a, weight: {9: 1}}]", r"data\.path\[0\]\.weight: give the weight of the first steps too"),
+        ("data=[{name: a}]", r"data\.path\[0\]\.path: required, and not given"),
+        ("data=[{path: proposed, name: a}]", r"all weights of sources of files are 0"),
+        ("data=[{path: x}, {path: proposed}, {path: proposed}]", r"data\.path\[2\]\.name: 'proposed' is the name of"),
         (
-            "data=[{path: a, later_weights: [{step: 9, weight: 1}, {step: 9, weight: 2}]}]",
-            r"data\.sources\[0\]\.later_weights: the steps should increase",
+            "data=[{path: x}, {path: proposed}, {path: proposed, name: b}]",
+            r"data\.path\[2\]\.path: only one source can have proposed tasks",
         ),
-        ("data=[{path: a}, {proposed: true}]", r"data\.sources\[1\]\.name: a source of proposed tasks needs a name"),
-        ("data=[{path: a, proposed: true}]", r"data\.sources\[0\]\.path: give either a file or data set"),
-        ("data=[{name: a}]", r"data\.sources\[0\]\.path: give either a file or data set"),
-        ("data=[{proposed: true, name: a}]", r"all weights of sources with a path are 0"),
-        (
-            "data=[{path: x}, {proposed: true, name: a}, {proposed: true, name: b}]",
-            r"data\.sources: only one source can have proposed",
-        ),
-        ("data=[{path: a.jsonl, weight: -1}]", r"data\.sources\[0\]\.weight: .*greater than or equal to 0"),
-        ("data=[{path: a.jsonl, reward: exactt}]", r"data\.sources\[0\]\.reward.*did you mean `exact`"),
-        ("data=[{path: a.jsonl, wieght: 1}]", r"data\.sources\[0\]\.wieght: unknown key; did you mean"),
+        ("data=[{path: a.jsonl, weight: -1}]", r"data\.path\[0\]\.weight: .*greater than or equal to 0"),
+        ("data=[{path: a.jsonl, wieght: 1}]", r"data\.path\[0\]\.wieght: unknown key; did you mean"),
     ],
 )
 def test_what_makes_no_sense_is_named(data: str, words: str):
@@ -67,7 +63,7 @@ def test_tasks_with_each_value_of_a_column_are_drawn_equally_often(tmp_path: Pat
     rows = [{"prompt": f"{i}", "answer": "", "topic": "rare" if i < 2 else "common"} for i in range(20)]
     path = written(tmp_path, "a.jsonl", *rows)
     other = written(tmp_path, "b.jsonl", *({"prompt": f"b{i}", "answer": "", "topic": "x"} for i in range(5)))
-    data = f"sources: [{{path: {path}, weight: 3}}, {{path: {other}}}]" if is_listed else f"path: {path}"
+    data = f"path: [{{path: {path}, weight: 3}}, {{path: {other}}}]" if is_listed else f"path: {path}"
     config = load(f"data={{{data}, balance_by: topic}}", "reward.fn=zero")
     stream = stream_of(config, training_tasks(config))
     drawn = Counter(stream.next().info["topic"] for _ in range(80))
@@ -85,11 +81,8 @@ def test_each_source_has_its_own_columns_and_reward(tmp_path: Path):
     written(tmp_path, "a.jsonl", {"prompt": "2+3?", "answer": "5", "id": "x"})
     written(tmp_path, "b.jsonl", {"problem": "say ok", "id": "x"})
     (tmp_path / "judge.py").write_text("def says(completion, source):\n    return float(completion == source)\n")
-    sources = (
-        f"[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, columns: {{prompt: problem}}, "
-        f"reward: {tmp_path}/judge.py:says}}]"
-    )
-    config = load(f"data={sources}", "reward.fn=exact")
+    sources = f"[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, columns: {{prompt: problem}}}}]"
+    config = load(f"data={sources}", f"reward.fn=[{{fn: exact}}, {{fn: {tmp_path}/judge.py:says, source: b}}]")
     parts = training_tasks(config)
     assert {name: [task.id for task in tasks] for name, tasks in parts.items()} == {"a": ["a/x"], "b": ["b/x"]}
     rewards = RewardSum(config.reward_functions)
@@ -121,7 +114,7 @@ def test_each_source_has_its_own_system_message_template_variables_and_order(tmp
 def test_weights_change_at_the_steps_of_the_configuration(tmp_path: Path):
     for name in ("a", "b"):
         written(tmp_path, f"{name}.jsonl", *({"prompt": str(i)} for i in range(50)))
-    own = "weight: 0, later_weights: [{step: 2, weight: 0.5}, {step: 4, weight: 3}]"
+    own = "weight: {0: 0, 2: 0.5, 4: 3}"
     data = f"data=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, {own}}}]"
     config = load(data, "reward.fn=zero", "train.groups_per_step=12")
     stream = stream_of(config, training_tasks(config))
@@ -134,11 +127,10 @@ def test_a_column_that_a_reward_needs_is_asked_of_its_source_alone(tmp_path: Pat
     written(tmp_path, "b.jsonl", {"prompt": "hard", "level": 3})
     (tmp_path / "judge.py").write_text("def by_level(completion, level):\n    return float(level)\n")
     own = f"{tmp_path}/judge.py:by_level"
-    both = f"data=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl, reward: {own}}}]"
-    assert set(training_tasks(load(both))) == {"a", "b"}
-    swapped = f"data=[{{path: {tmp_path}/a.jsonl, reward: {own}}}, {{path: {tmp_path}/b.jsonl}}]"
-    with pytest.raises(ConfigError, match=r"data\.sources: a: reward .*asks for level"):
-        training_tasks(load(swapped))
+    both = f"data=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl}}]"
+    assert set(training_tasks(load(both, f"reward.fn=[{{fn: exact}}, {{fn: {own}, source: b}}]"))) == {"a", "b"}
+    with pytest.raises(ConfigError, match=r"data\.path: a: reward .*asks for level"):
+        training_tasks(load(both, f"reward.fn=[{{fn: exact}}, {{fn: {own}, source: a}}]"))
 
 
 def test_weights_that_follow_need_several_sources() -> None:

@@ -18,7 +18,7 @@ train: {groups_per_step: 4}
 policies:
   proposer: {}
   solver: {train: {lr: 1e-5, groups_per_step: 2}, algorithm: {clip_high: 0.5}, stabilizer: null}
-  judge: {is_frozen: true, model: {path: other/model}}
+  judge: {train: null, model: {path: other/model}}
 agents: {asker: proposer}
 """
 
@@ -43,6 +43,13 @@ def test_a_policy_is_the_run_with_what_it_differs_in(tmp_path: Path):
     assert solver.run_dir == Path("runs/two/policies/solver")
     assert not solver.policies
     assert list(config.trained) == ["proposer", "solver"]
+
+
+def test_a_policy_differs_in_single_resources(tmp_path: Path):
+    config = load(tmp_path, "resources.actor={cpus: 2, gpus: 1}", "policies.solver.resources.actor.gpus=2")
+    proposer, solver = (config.of(name).resources for name in ("proposer", "solver"))
+    assert (proposer["actor"].cpus, proposer["actor"].gpus) == (2, 1)
+    assert (solver["actor"].cpus, solver["actor"].gpus) == (2, 2)
 
 
 def test_resuming_from_another_run_gives_each_policy_its_own_checkpoint(tmp_path: Path):
@@ -78,9 +85,17 @@ def test_the_plan_describes_each_policy_and_counts_all_workers(tmp_path: Path):
             "policies.solver.train.lrr=3",
             "policies.solver.train.lrr: unknown key; did you mean `policies.solver.train.lr`?",
         ),
-        ("policies.solver.is_frozn=true", "did you mean `policies.solver.is_frozen`?"),
+        ("policies.solver.trian={lr: 1}", "policies.solver.trian: unknown key; did you mean `policies.solver.train`?"),
+        (
+            "policies.solver.model=",
+            "policies.solver.model: null is for stabilizer, and for train of a policy that is not",
+        ),
+        ("policies.solver.resources.rollout.gpus=1", "policies.solver.resources.rollout: the policies share their"),
+        ("policies.solver.resources.actr.gpus=1", "policies.solver.resources.actr: "),
+        ("policies.solver.is_frozen=true", "policies.solver.is_frozen: no such key: set `train: null` in the policy"),
+        ("policies.solver.train.num_gpus=1", "policies.solver.train.num_gpus: no such key: set `resources.actor.gpus`"),
         ("policies.solver.train.lr=-1", "policies.solver.train.lr: input should be greater than 0"),
-        ("policies.judge.train.lr=1", "policies.judge.train: a frozen policy is not trained"),
+        ("policies.judge.critic.lr=1", "policies.judge.critic: a frozen policy is not trained"),
         ("policies.solver.algorithm.group_size=6", "group_size is the same for all (proposer 4, solver 6)"),
         (
             "policies.proposer.algorithm={type: kto, group_size: 4}",
@@ -89,7 +104,7 @@ def test_the_plan_describes_each_policy_and_counts_all_workers(tmp_path: Path):
         ("eval={data: x.jsonl, every: 5}", "policies: the evaluation lane measures one policy: set eval.every to 0"),
         ("curation.fewer_above=0.5", "policies: all draw the same groups: the section curation is for a run of one"),
         ("agents.asker=prposer", "agents.asker: no policy is called prposer; there are: proposer, solver, judge"),
-        ("policies={proposer: {is_frozen: true}, solver: {is_frozen: true, train: {}, algorithm: {}}}", "frozen"),
+        ("policies={proposer: {train: null}, solver: {train: null, algorithm: {}}}", "frozen"),
         ("policies.a/b={}", "string should match pattern"),
     ],
 )

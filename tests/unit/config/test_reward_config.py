@@ -12,6 +12,7 @@ from rlsys.errors import ConfigError
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import Json
 
+RM = "{fn: model, args: {path: rm}}"
 MINIMAL = ("run.steps=1", "model.path=m", "data.path=d")
 
 
@@ -40,20 +41,27 @@ def test_several_functions_have_weights_names_and_args() -> None:
 
 
 def test_a_model_stands_beside_functions_or_alone() -> None:
-    assert functions("reward.model.path=rm") == ()
-    assert functions("reward.model.path=rm", "reward.fn=exact") == (RewardSpec("exact", "exact"),)
+    assert functions(f"reward.fn=[{RM}]") == ()
+    assert functions(f"reward.fn=[{{fn: exact}}, {RM}]") == (RewardSpec("exact", "exact"),)
+
+
+def test_tasks_without_functions_have_the_default() -> None:
+    sources = "data.path=[{path: a}, {path: b}]"
+    default, own = RewardSpec("exact", "exact"), RewardSpec("math", "math", source="b")
+    assert functions(sources, "reward.fn=[{fn: math, source: b}]") == (default, own)
+    unused = Config.load([], [*MINIMAL, sources, "reward.fn=[{fn: math, source: b}]", "algorithm=distill"])
+    assert unused.reward_functions == (RewardSpec("zero", "zero"), own)
+    assert functions(sources, f"reward.fn=[{{fn: math, source: b}}, {RM}]") == (own,)
 
 
 def test_a_models_resources_are_planned_for_each_worker() -> None:
-    model = "reward.model={path: rm, num_cpus: 2, num_gpus: 1}"
-    (role,) = [r for r in plan_of(Config.load([], [*MINIMAL, model, "reward.workers=3"])).roles if r.name == "reward"]
+    keys = ["resources.reward={cpus: 3, gpus: 1}", "reward.workers=3"]
+    (role,) = [r for r in plan_of(Config.load([], [*MINIMAL, *keys])).roles if r.name == "reward"]
     assert (role.count, role.num_cpus, role.num_gpus) == (3, 3.0, 1.0)
 
 
 def test_every_problem_of_a_list_is_named_with_its_place() -> None:
-    assert refusal("reward.fn=[{fn: exact, weigth: 2}, {fn: my.py, weight: x}, {name: a b}]", "reward.model.pth=x") == [
-        "reward.model.path: required, and not given",
-        "reward.model.pth: unknown key; did you mean `reward.model.path`?",
+    assert refusal("reward.fn=[{fn: exact, weigth: 2}, {fn: my.py, weight: x}, {name: a b}]") == [
         "reward.fn[0].weigth: unknown key; did you mean `reward.fn[0].weight`?",
         "reward.fn[1].fn: my.py is a file; say what in it is meant, as in `my.py:name`",
         "reward.fn[1].weight: input should be a valid number, unable to parse string as a number (got 'x')",
@@ -68,12 +76,31 @@ def test_two_functions_cannot_have_one_name() -> None:
         f"reward.fn[0].name: 'x' {taken}",
         f"reward.fn[1].name: 'x' {taken}",
     ]
-    assert refusal("reward.fn=[{fn: a.py:model}]", "reward.model={path: x}") == [f"reward.fn[0].name: 'model' {taken}"]
-    assert refusal("reward.fn=a.py:model", "reward.model={path: x}") == [
-        "reward.fn: 'model' is the name of the reward model too; write it as [{fn: a.py:model, name: another}]"
-    ]
+    assert refusal(f"reward.fn=[{{fn: a.py:model}}, {RM}]") == [f"reward.fn[{i}].name: 'model' {taken}" for i in (0, 1)]
     assert len(functions("reward.fn=[{fn: a.py:x}, {fn: b.py:x, name: y}, {fn: a.py:model}]")) == 3
     assert len(functions("reward.fn=a.py:model")) == 1
+
+
+def test_a_model_has_a_path_and_no_place_of_its_own() -> None:
+    alone = "the reward model scores every episode under its own name: leave this out"
+    assert refusal("reward.fn=model") == [
+        "reward.fn: the model needs its path; write it as [{fn: model, args: {path: ...}}]"
+    ]
+    assert refusal("reward.fn=[{fn: model, args: {pth: x}}]") == [
+        "reward.fn[0].args.path: required, and not given",
+        "reward.fn[0].args.pth: unknown key; it has: path, dtype, max_tokens",
+    ]
+    assert refusal("reward.fn=[{fn: model, args: {path: x}, name: mine}]") == [f"reward.fn[0].name: {alone}"]
+
+
+def test_a_function_of_a_source_that_is_not_there_is_refused() -> None:
+    own = "reward.fn=[{fn: math, source: sum}]"
+    assert refusal("data.path=[{path: sums}, {path: b}]", own) == [
+        "reward.fn[0].source: no source of data is called 'sum'; did you mean `sums`?"
+    ]
+    assert refusal(own) == [
+        "reward.fn[0].source: no source of data is called 'sum'; data.path has one source, whose rewards name none"
+    ]
 
 
 def test_a_malformed_reward_fn_is_answered_with_the_right_form() -> None:
@@ -103,10 +130,9 @@ def test_a_function_applies_given_another_that_exists() -> None:
     wrong = "reward.fn[1].given: no function without `given` is named"
     assert refusal("reward.fn=[{fn: exact}, {fn: parallel, given: exat}]") == [f"{wrong} 'exat'; did you mean `exact`?"]
     assert refusal("reward.fn=[{fn: exact}, {fn: parallel, given: parallel}]") == [f"{wrong} 'parallel'; give exact"]
-    source = "data.sources=[{path: a.jsonl, reward: [{fn: exact}, {fn: parallel, given: x}]}]"
-    assert any(
-        "reward[1].given: no function without `given` is named 'x'; give exact" in line for line in refusal(source)
-    )
+    others = "reward.fn=[{fn: exact}, {fn: math, source: a}, {fn: parallel, source: a, given: exact}]"
+    (problem,) = refusal("data.path=[{path: a}, {path: b}]", others)
+    assert problem == "reward.fn[2].given: no function without `given` is named 'exact'; give math"
 
 
 def test_an_empty_list_is_refused() -> None:
@@ -115,7 +141,7 @@ def test_an_empty_list_is_refused() -> None:
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     several = "reward.fn=[{fn: exact}, {fn: my.py:fmt, weight: 0.2, args: {pattern: '.*'}}]"
-    for overrides in (("reward.fn=exact",), (several,), ("reward.model.path=rm",)):
+    for overrides in (("reward.fn=exact",), (several,), (f"reward.fn=[{RM}]",)):
         config = Config.load([], [*MINIMAL, *overrides])
         (tmp_path / "resolved.yaml").write_text(config.to_yaml())
         assert Config.load(tmp_path / "resolved.yaml") == config
@@ -123,21 +149,20 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 
 def test_paths_are_made_absolute_for_workers() -> None:
     here = Path.cwd()
-    model = f"reward.model.path={Path('tests')}"
-    reward = Config.load(
-        [], [*MINIMAL, "reward.fn=[{fn: my.py:x}, {fn: pkg.mod:y}, {fn: exact}]", model]
-    ).reward.rooted()
+    model = "{fn: model, args: {path: tests}}"
+    listed = f"reward.fn=[{{fn: my.py:x}}, {{fn: pkg.mod:y}}, {{fn: exact}}, {model}]"
+    reward = Config.load([], [*MINIMAL, listed]).reward.rooted()
     assert [spec.fn for spec in reward.functions] == [f"{here}/my.py:x", "pkg.mod:y", "exact"]
-    assert reward.model is not None and reward.model.path == f"{here}/tests"
-    one = Config.load([], [*MINIMAL, "reward.fn=my.py:x", "reward.model.path=org/name"]).reward.rooted()
-    assert one.fn == f"{here}/my.py:x"
-    assert one.model is not None and one.model.path == "org/name"
+    assert reward.model is not None and reward.model.args["path"] == f"{here}/tests"
+    assert Config.load([], [*MINIMAL, "reward.fn=my.py:x"]).reward.rooted().fn == f"{here}/my.py:x"
+    hub = Config.load([], [*MINIMAL, "reward.fn=[{fn: model, args: {path: org/name}}]"]).reward.rooted()
+    assert hub.model is not None and hub.model.args["path"] == "org/name"
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("reward.model.path=m", r"reward\.workers: the reward model needs a worker"),
+        (f"reward.fn=[{RM}]", r"reward\.workers: the reward model needs a worker"),
         ("curation.stored_successes=4", r"curation\.stored_successes: a reward worker puts them into groups"),
     ],
 )

@@ -10,8 +10,8 @@ from workers.ray.remote_proxy import place_of, successor_name
 from workers.worker_set import _replica_spec
 
 NEEDED = ["run.steps=9", "model.path=m", "data.path=d"]
-ONE = "rollout.engine={type: vllm_server, urls: [http://a:1/v1/]}"
-THREE = "rollout.engine={type: vllm_server, urls: [http://a:1, http://b:1, http://c:1]}"
+ONE = "rollout.engine={urls: [http://a:1/v1/]}"
+THREE = "rollout.engine={urls: [http://a:1, http://b:1, http://c:1]}"
 
 
 def load(*keys: str) -> Config:
@@ -29,14 +29,14 @@ def test_an_address_may_end_with_v1_and_the_configuration_loads_back(tmp_path):
     ("keys", "words"),
     [
         (["rollout.engine=vllm_server"], r"rollout\.engine: input should be 'auto', 'local' or 'vllm'"),
-        (["rollout.engine={type: vllm_server, urls: [a]}"], r"rollout\.engine\.urls\[0\]: should begin with http://"),
-        (["rollout.engine={type: vllm_server, urls: [http://a, http://a/]}"], "http://a is there twice"),
+        (["rollout.engine={urls: [a]}"], r"rollout\.engine\.urls\[0\]: should begin with http://"),
+        (["rollout.engine={urls: [http://a, http://a/]}"], "http://a is there twice"),
         ([ONE, "rollout.replicas=2"], r"rollout\.engine\.urls: 1 servers for 2 replicas"),
         ([ONE, "eval={data: d, every: 3}"], r"eval\.replicas: each replica needs its own server: give 2"),
         ([ONE, "rollout.weight_change=beside"], r"rollout\.weight_change: a server keeps one set"),
-        ([ONE, "rollout.weight_change=inflight"], r"rollout\.kv_cache: a server computes keys and values"),
+        ([ONE, "rollout.weight_change=inflight"], r"rollout\.weight_change: a server computes keys and values"),
         ([ONE, "rollout.tensor_parallel=2"], r"rollout\.tensor_parallel: shards are an argument of the server"),
-        ([ONE, "rollout.num_gpus=1"], r"rollout\.num_gpus: the server has the GPUs"),
+        ([ONE, "resources.rollout.gpus=1"], r"resources\.rollout\.gpus: the server has the GPUs"),
         ([ONE, "rollout.vllm_args={seed: 3}"], r"rollout\.vllm_args: these are arguments of the server"),
         ([ONE, "train.lora={}"], r"train\.lora: a vLLM server takes whole weights"),
         ([ONE, "train.routing_replay=true"], r"train\.routing_replay: a vLLM server"),
@@ -59,7 +59,7 @@ def test_each_place_has_its_own_server_and_a_successor_takes_it_over():
 
 
 def test_a_frozen_policy_may_have_servers_of_its_own_which_keep_their_weights():
-    own = "{is_frozen: true, model: {path: j}, rollout: {engine: {type: vllm_server, urls: [http://j:1]}}}"
+    own = "{train: null, model: {path: j}, rollout: {engine: {urls: [http://j:1]}}}"
     judge = load(f"policies={{a: {{}}, judge: {own}}}").of("judge")
     server = _replica_spec(judge, judge.model.path, "never", 2).at(0).engine.server
     assert server is not None and (server.url, server.takes_weights) == ("http://j:1", False)

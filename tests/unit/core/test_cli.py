@@ -40,7 +40,7 @@ def test_show_prints_what_loads_back_as_the_same_configuration(job: str, tmp_pat
 
 
 def test_a_dry_run_says_what_the_job_needs(job: str):
-    options = ["asynchrony.max_staleness=1", "rollout.replicas=2", "rollout.num_gpus=1", "algorithm.kl_coef=0.1"]
+    options = ["asynchrony.max_staleness=1", "rollout.replicas=2", "resources.rollout.gpus=1", "algorithm.kl_coef=0.1"]
     done = CliRunner().invoke(app, ["train", job, "--dry-run", "--json", *options])
     assert done.exit_code == 0
     printed = json.loads(done.stdout)
@@ -150,7 +150,12 @@ def test_reward_columns_must_be_in_every_row_of_every_set(job: str, tmp_path: Pa
 
 def test_replicas_that_only_evaluate_are_counted_where_there_are_any(job: str):
     def roles(*options: str) -> list[tuple[str, int, float]]:
-        keys = [f"eval.data={Path(job).with_name('tasks.jsonl')}", "eval.replicas=2", "rollout.num_gpus=1", *options]
+        keys = [
+            f"eval.data={Path(job).with_name('tasks.jsonl')}",
+            "eval.replicas=2",
+            "resources.rollout.gpus=1",
+            *options,
+        ]
         done = CliRunner().invoke(app, ["train", job, "--dry-run", "--json", *keys])
         return [(r["name"], r["count"], r["num_gpus"]) for r in json.loads(done.stdout)["plan"]["roles"]]
 

@@ -589,8 +589,12 @@ def bottleneck_of(history: History, times: Mapping[str, float]) -> Bottleneck:
     [
         ("rollout", {"rollout": 0.97}, "rollout.replicas"),
         ("reward", {"reward": 0.97}, "reward.workers"),
-        ("annotate", {"annotate": 0.97}, "reference.threads"),
-        ("annotate", {"annotate": 0.98, "train": 0.27, "wait_batch": 0.63, "wait_permit": 0.7}, "reference.threads"),
+        ("annotate", {"annotate": 0.97}, "resources.reference.threads"),
+        (
+            "annotate",
+            {"annotate": 0.98, "train": 0.27, "wait_batch": 0.63, "wait_permit": 0.7},
+            "resources.reference.threads",
+        ),
         ("trainer", {"train": 0.9, "wait_batch": 0.02, "wait_permit": 0.6}, "train.mesh.shard"),
         ("trainer", {"train": 0.35, "checkpoint": 0.5, "wait_batch": 0.1, "wait_permit": 0.6}, "checkpoint.every"),
         ("trainer", {"train": 0.35, "record": 0.5, "wait_batch": 0.1, "wait_permit": 0.6}, "record.rollouts_every"),

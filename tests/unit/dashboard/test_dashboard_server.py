@@ -336,19 +336,19 @@ def test_a_port_in_use_is_named_with_the_remedy() -> None:
     listener = Listener.bind("127.0.0.1", 0, {})
     port = listener.socket.getsockname()[1]
     with pytest.raises(
-        ConfigError, match=rf"cannot listen on port {port} of 127\.0\.0\.1: .* set dashboard\.port, or --port"
+        ConfigError, match=rf"cannot listen on port {port} of 127\.0\.0\.1: .* set the port of `dashboard`, or --port"
     ):
         Listener.bind("127.0.0.1", port, {})
     listener.socket.close()
 
 
-@pytest.mark.parametrize(("number", "key"), [(errno.EACCES, "dashboard.port"), (errno.EADDRNOTAVAIL, "dashboard.host")])
+@pytest.mark.parametrize(("number", "key"), [(errno.EACCES, "the port"), (errno.EADDRNOTAVAIL, "the host")])
 def test_port_and_host_errors_have_different_remedies(number: int, key: str) -> None:
-    assert f"; set {key}, or --" in remedy_of(OSError(number, os.strerror(number)))
+    assert f"; set {key} of `dashboard`, or --" in remedy_of(OSError(number, os.strerror(number)))
 
 
 def test_an_address_of_another_machine_is_named_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"of 192\.0\.2\.1: .* set dashboard\.host, or --host"):
+    with pytest.raises(ConfigError, match=r"of 192\.0\.2\.1: .* set the host of `dashboard`, or --host"):
         Listener.bind("192.0.2.1", 0, {})
 
 

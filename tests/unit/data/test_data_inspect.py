@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from rlsys.cli import app
 from rlsys.data.inspection import ColumnReport, Inspection, Lengths, TemplateReport, inspect, lines_of
-from rlsys.data.row_adapters import Columns
 from rlsys.errors import DataError, ModelError
 from rlsys.launch import inspect_data
 
@@ -78,7 +77,7 @@ def test_columns_are_listed_with_what_they_became(tmp_path: Path):
         ColumnReport("data_source", 3, ("info.data_source",)),
     )
     assert [task.answer for task in found.tasks] == ["3", "5"]
-    plain = inspect(rows_in(tmp_path, {"problem": "2+3?", "answer": "5", "info": {"n": 1}}), Columns(prompt="problem"))
+    plain = inspect(rows_in(tmp_path, {"problem": "2+3?", "answer": "5", "info": {"n": 1}}), {"prompt": "problem"})
     assert plain.kind == "plain"
     assert [column.became for column in plain.columns] == [("prompt", "info.problem"), ("answer",), ("info.*",)]
 
@@ -210,7 +209,7 @@ def test_the_command_prints_json_and_takes_names_of_columns(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--columns", "promt=problem"], "promt: unknown key; did you mean `prompt`?"),
+        (["--columns", "promt=problem"], "columns.promt: unknown key; did you mean `columns.prompt`?"),
         (["--columns", "problem"], "--columns problem: give OURS=THEIRS, as in prompt=problem"),
         (["--max-prompt-tokens", "9"], "--max-prompt-tokens needs --model"),
         ([], "if it has another name, say so: data.columns: {prompt: problem}"),

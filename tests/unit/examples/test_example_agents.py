@@ -211,7 +211,7 @@ def test_parallel_work_is_rewarded_in_one_case_of_two(overrides: tuple[str, ...]
 def test_progress_is_rewarded_in_one_case_of_three(overrides: tuple[str, ...]):
     config = Config.load("examples/segments/run.yaml", overrides)
     assert isinstance(config.rollout.workflow, Segments)
-    case = type(config.algorithm).__name__, config.rollout.workflow.probes, config.rollout.early_ends is None
+    case = type(config.algorithm).__name__, config.rollout.workflow.probes, not config.rollout.early_ends
     assert case in (("GRPO", 0, True), ("MRT", 1, True), ("GRPO", 0, False))
     rows = [
         {"reward/mean": s / 100, "agents/per_episode": 2.0, "completions/length_mean": 15.625} for s in range(1, 41)

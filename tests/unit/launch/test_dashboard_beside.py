@@ -26,7 +26,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
     file = folder / "job.yaml"
     file.write_text(
         f"run: {{steps: 10, folder: {folder}}}\nmodel: {{path: some/model}}\ndata: {{path: rows.jsonl}}\n"
-        "dashboard: {enabled: true, port: 0}\n"
+        "dashboard: 127.0.0.1:0\n"
     )
     return Config.load(file, overrides)
 
@@ -56,14 +56,14 @@ def test_the_dashboard_is_served_until_the_run_ends(tmp_path: Path, capsys: pyte
 
 
 def test_one_that_wants_none_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with dashboard_beside(config_of(tmp_path, "dashboard.enabled=false")):
+    with dashboard_beside(config_of(tmp_path, "dashboard=")):
         assert capsys.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_costs_the_run_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = Listener.bind("127.0.0.1", 0, {})
     port = taken.socket.getsockname()[1]
-    with dashboard_beside(config_of(tmp_path, f"dashboard.port={port}")):
+    with dashboard_beside(config_of(tmp_path, f"dashboard=127.0.0.1:{port}")):
         pass
     taken.socket.close()
     (line,) = capsys.readouterr().err.splitlines()
@@ -71,19 +71,19 @@ def test_a_port_that_is_taken_costs_the_run_one_line(tmp_path: Path, capsys: pyt
 
 
 def test_an_invalid_dashboard_host_costs_only_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with dashboard_beside(config_of(tmp_path, "dashboard.host=my..host")):
+    with dashboard_beside(config_of(tmp_path, "dashboard=my..host:0")):
         pass
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "rlsys: the dashboard did not start, training continues: cannot listen on port 0 of my..host: "
     )
-    assert "set dashboard.host" in line
+    assert "set the host of `dashboard`" in line
 
 
 def test_the_address_with_its_token_is_readable_by_owner_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = config_of(tmp_path, "dashboard.host=0.0.0.0")
+    config = config_of(tmp_path, "dashboard=0.0.0.0:0")
     small_run(config.run_dir)
     address = config.run_dir / "logs" / "dashboard.url"
     for _ in ("once", "again, as a run that is resumed"):
@@ -143,8 +143,9 @@ def test_alert_thresholds_are_set_by_name_and_disabled_with_null(tmp_path: Path)
         ("alerts.x=1", "alerts.x: no such alert; there are: reward_drop, evaluation_drop, "),
         ("alerts.kl_tail=much", "alerts.kl_tail: "),
         ("alerts.kl_tail=.nan", "alerts.kl_tail: "),
-        ("dashboard.port=70000", "dashboard.port: "),
-        ("dashboard.prot=1", "did you mean `dashboard.port`?"),
+        ("dashboard=127.0.0.1:70000", "dashboard: should be HOST:PORT, such as 127.0.0.1:8321"),
+        ("dashboard=true", "dashboard: input should be a valid string"),
+        ("dashboard.port=1", "dashboard.port: no such key: set `dashboard: HOST:PORT`"),
     ],
 )
 def test_what_is_wrong_with_them_is_named(tmp_path: Path, override: str, told: str) -> None:

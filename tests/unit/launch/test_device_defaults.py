@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 PLANNED = Path(__file__).parents[3] / "docs" / "plan"
 GB = 10**9
-ON_GPUS = ["train.num_gpus=1", "rollout.num_gpus=1", "rollout.engine=local"]
+ON_GPUS = ["resources.actor.gpus=1", "resources.rollout.gpus=1", "rollout.engine=local"]
 
 
 @pytest.fixture
@@ -53,9 +53,12 @@ def test_keys_that_are_set_stay(model: Path):
 
 def test_a_model_stored_in_bfloat16_computes_in_it_if_all_its_workers_have_gpus(model: Path):
     assert filled(model, 80 * GB, *ON_GPUS)[0] == "model.dtype=bfloat16"
-    assert filled(model, 80 * GB, *ON_GPUS, "rollout.num_gpus=0")[0] == "model.dtype=float32"
+    assert filled(model, 80 * GB, *ON_GPUS, "resources.rollout.gpus=0")[0] == "model.dtype=float32"
     assert filled(model, 80 * GB, *ON_GPUS, "algorithm.kl_coef=.1")[0] == "model.dtype=float32", "of the reference"
-    assert filled(model, 80 * GB, *ON_GPUS, "algorithm.kl_coef=.1", "reference.num_gpus=1")[0] == "model.dtype=bfloat16"
+    assert (
+        filled(model, 80 * GB, *ON_GPUS, "algorithm.kl_coef=.1", "resources.reference.gpus=1")[0]
+        == "model.dtype=bfloat16"
+    )
     assert filled(model, 80 * GB, *ON_GPUS, "algorithm.type=ppo")[0] == "model.dtype=float32", "of the critic"
     assert filled(PLANNED / "qwen2.5-0.5b", 80 * GB, *ON_GPUS)[0] == "model.dtype=float32"  # says no type
 
@@ -93,12 +96,12 @@ def test_a_row_has_room_for_the_longest_sample(model: Path):
 
 
 def test_replicas_alone_on_gpus_change_only_their_slots(model: Path):
-    found = filled(model, 80 * GB, *ON_GPUS, "train.num_gpus=0")
+    found = filled(model, 80 * GB, *ON_GPUS, "resources.actor.gpus=0")
     assert found == ["model.dtype=float32", "rollout.slots=256", "train.micro_batch_tokens=8192"]
 
 
 def test_several_policies_have_the_values_of_cpus(model: Path):
-    found = filled(model, 80 * GB, *ON_GPUS, "policies={a: {}, b: {is_frozen: true}}", "agents={lead: a, other: b}")
+    found = filled(model, 80 * GB, *ON_GPUS, "policies={a: {}, b: {train: null}}", "agents={lead: a, other: b}")
     assert found == ["model.dtype=float32", "rollout.slots=64", "train.micro_batch_tokens=8192"]
 
 

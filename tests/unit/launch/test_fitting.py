@@ -40,17 +40,17 @@ def test_a_plan_that_fits_is_accepted():
 
 
 def test_every_worker_of_the_configuration_has_a_row():
-    planned = plan("algorithm=ppo", "critic.num_gpus=1", "eval={every: 5, data: tasks.jsonl, replicas: 2}")
+    planned = plan("algorithm=ppo", "resources.critic.gpus=1", "eval={every: 5, data: tasks.jsonl, replicas: 2}")
     names = [(worker.name, worker.count) for worker in planned.workers]
     assert names == [("actor rank", 4), ("critic rank", 4), ("rollout", 4), ("evaluation", 2)]
-    reference = plan("algorithm.kl_coef=0.1", "reference.num_gpus=1").workers[1]
+    reference = plan("algorithm.kl_coef=0.1", "resources.reference.gpus=1").workers[1]
     assert (reference.name, reference.count) == ("reference", 1)
     assert reference.memory.weights == pytest.approx(2 * 7.616e9, rel=1e-3)
     assert reference.memory.optimizer == 0
 
 
 def test_full_training_of_72_billion_on_8_gpus_is_refused():
-    text = refusal(plan("rollout.num_gpus=0", "train.mesh.shard=8", model="qwen2.5-72b"))
+    text = refusal(plan("resources.rollout.gpus=0", "train.mesh.shard=8", model="qwen2.5-72b"))
     first, problem, *others = text.splitlines()
     assert first == "this does not fit on 8 x 80.0 GB:"
     assert re.match(r"  actor rank: \d{3}\.\d GB of 72\.0 GB; ", problem)
@@ -60,14 +60,14 @@ def test_full_training_of_72_billion_on_8_gpus_is_refused():
 
 def test_offloaded_state_is_planned_for_the_host():
     savings = ["train.activation_checkpointing=full", "train.offload=true"]
-    rank = plan("rollout.num_gpus=0", "train.mesh.shard=8", *savings, model="qwen2.5-72b").workers[0]
+    rank = plan("resources.rollout.gpus=0", "train.mesh.shard=8", *savings, model="qwen2.5-72b").workers[0]
     assert rank.memory.weights == rank.memory.gradients == rank.memory.optimizer == 0
     assert rank.remark == f"each has {gigabytes(20 / 8 * 72.706e9)} of its state in host memory"  # GAC's 4 bytes too
 
 
 def test_ranks_that_split_layers_or_positions_are_planned_for_their_part():
     whole, tensor, context = (
-        plan("rollout.num_gpus=0", f"train.mesh={{shard: {shard}, {split}}}", gpus=8).workers[0].memory
+        plan("resources.rollout.gpus=0", f"train.mesh={{shard: {shard}, {split}}}", gpus=8).workers[0].memory
         for shard, split in ((8, "tensor: 1"), (4, "tensor: 2"), (4, "context: 2"))
     )
     assert context.weights == whole.weights < tensor.weights < 1.2 * whole.weights  # embeddings are not split
@@ -116,7 +116,7 @@ def test_too_few_gpus_are_named():
 
 
 def test_a_rank_on_half_of_a_gpu_has_half_of_its_memory():
-    ranks, _ = plan("train.num_gpus=0.5", "train.activation_checkpointing=full").workers
+    ranks, _ = plan("resources.actor.gpus=0.5", "train.activation_checkpointing=full").workers
     assert ranks.limit == 36_000_000_000
 
 
@@ -127,7 +127,8 @@ def test_a_cache_without_room_for_a_sequence_does_not_fit():
 
 def test_tensor_parallel_replicas_share_weights_and_cache():
     one, two = (
-        plan("rollout.replicas=2", f"rollout.tensor_parallel={n}", f"rollout.num_gpus={n}").workers[1] for n in (1, 2)
+        plan("rollout.replicas=2", f"rollout.tensor_parallel={n}", f"resources.rollout.gpus={n}").workers[1]
+        for n in (1, 2)
     )
     assert two.memory.weights == pytest.approx(one.memory.weights / 2)
     assert two.num_devices == 2
@@ -135,20 +136,20 @@ def test_tensor_parallel_replicas_share_weights_and_cache():
 
 
 def test_workers_on_cpus_are_shown_without_a_limit():
-    planned = memory_plan(config_of("train.num_gpus=0", "rollout.num_gpus=0", model="qwen2.5-0.5b"))
+    planned = memory_plan(config_of("resources.actor.gpus=0", "resources.rollout.gpus=0", model="qwen2.5-0.5b"))
     planned.check()
     assert [worker.limit for worker in planned.workers] == [None, None]
     assert "planned for GPUs" not in "\n".join(planned.lines())
 
 
 def test_gpus_that_no_worker_reserves_are_refused():
-    config = config_of("train.num_gpus=0", "rollout.num_gpus=0")
-    with pytest.raises(ConfigError, match=r"^--gpus 8: no worker .* reserves a GPU; set train\.num_gpus"):
+    config = config_of("resources.actor.gpus=0", "resources.rollout.gpus=0")
+    with pytest.raises(ConfigError, match=r"^--gpus 8: no worker .* reserves a GPU; set resources\.actor\.gpus"):
         memory_plan(config, gpus=8)
 
 
 def test_several_policies_have_rows_of_their_own():
-    policies = "policies={a: {}, b: {is_frozen: true}}"
+    policies = "policies={a: {}, b: {train: null}}"
     agents = "agents={lead: a, other: b}"
     planned = plan(policies, agents, "train.activation_checkpointing=full", "stabilizer=null")
     assert [worker.name for worker in planned.workers] == ["actor rank of a", "rollout"]

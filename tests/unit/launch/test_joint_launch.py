@@ -41,7 +41,7 @@ def test_model_paths_become_absolute_and_hub_names_stay(tmp_path: Path):
     config = several(
         tmp_path,
         f"policies.own={{model: {{path: {here}/model}}, critic: {{path: {here}/critic}}}}",
-        "policies.judge={is_frozen: true, model: {path: org/name}}",
+        "policies.judge={train: null, model: {path: org/name}}",
     )
     found = rooted(config)
     own = found.of("own")

@@ -34,7 +34,7 @@ def given(config: Config, **more: object) -> Config:
 def test_rows_are_saved_once_and_read_back(config: Config):
     first, again = given(config, data=ROWS), given(config, data=(row for row in ROWS))
     assert first.data == again.data and not first.data.shuffle, "the other keys of the section stay"
-    assert [task.answer for task in load_tasks(first.data.path)] == ["5", "2"]
+    assert [task.answer for task in load_tasks(str(first.data.path))] == ["5", "2"]
     assert given(config, data=ROWS[:1]).data.path != first.data.path
 
 
@@ -42,9 +42,9 @@ def test_a_data_set_and_a_generator_are_rows_too(config: Config):
     def generated():
         yield from ROWS
 
-    listed = load_tasks(given(config, data=ROWS).data.path)
+    listed = load_tasks(str(given(config, data=ROWS).data.path))
     for rows in (Dataset.from_list(ROWS), generated()):
-        assert load_tasks(given(config, data=rows).data.path) == listed
+        assert load_tasks(str(given(config, data=rows).data.path)) == listed
     assert list(given(config, eval_data=Dataset.from_list(ROWS)).eval.data) == ["data"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from examples.tiny_policy import build_tokenizer
 from rlsys.config import Config
 from rlsys.config.loader import load_sections
-from rlsys.config.schema import LimitsSection
+from rlsys.config.run_sections import LimitsSection
 from rlsys.config.sections import EvalSection
 from rlsys.errors import CheckpointError, ConfigError, RlsysError
 from rlsys.launch.offline_commands import (
@@ -47,8 +47,8 @@ def test_data_is_found_from_any_folder_and_hub_names_stay(tmp_path: Path):
     here = os.path.relpath(tmp_path)
     sets = f"eval.data={{a: {here}/rows.jsonl, b: org/name:main#test, c: {here}/gone.jsonl}}"
     config = rooted(Config.load([], [*NEEDED, f"data.path={here}/set#train", sets]))
-    assert Path(config.data.path).is_absolute()
-    assert Path(config.data.path.removesuffix("#train")).samefile(tmp_path / "set")
+    assert Path(path := str(config.data.path)).is_absolute()
+    assert Path(path.removesuffix("#train")).samefile(tmp_path / "set")
     assert Path(config.eval.data["a"]).is_absolute()
     assert Path(config.eval.data["a"]).samefile(tmp_path / "rows.jsonl")
     assert (config.eval.data["b"], config.eval.data["c"]) == ("org/name:main#test", f"{here}/gone.jsonl")

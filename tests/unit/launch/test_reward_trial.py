@@ -29,8 +29,8 @@ def test_the_answer_of_the_first_task_is_scored(tmp_path: Path):
 def test_each_source_is_tried_with_its_own_functions(tmp_path: Path):
     config = config_of(tmp_path, BY_LENGTH)
     rows = tmp_path / "rows.jsonl"
-    sources = f"data=[{{path: {rows}, name: a}}, {{path: {rows}, name: b, reward: exact}}]"
-    keys = ["run.steps=1", "model.path=m", f"reward.fn={config.reward.fn}", sources]
+    sources = f"data=[{{path: {rows}, name: a}}, {{path: {rows}, name: b}}]"
+    keys = ["run.steps=1", "model.path=m", f"reward.fn=[{{fn: {config.reward.fn}}}, {{fn: exact, source: b}}]", sources]
     assert [tried.score.value for tried in try_rewards(Config.load([], keys))] == [4.0, 1.0]
 
 

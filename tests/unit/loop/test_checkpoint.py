@@ -199,13 +199,6 @@ def test_only_the_newest_are_kept(tmp_path):
     assert names(tmp_path) == ["latest", "step_000006", "step_000008"]
 
 
-def test_multiples_of_a_number_are_kept_too(tmp_path):
-    checkpoints = Checkpoints(tmp_path, every=2, keep_last=1, keep_every=4)
-    for step in (2, 4, 6, 8, 10):
-        save(checkpoints, step)
-    assert names(tmp_path) == ["latest", "step_000004", "step_000008", "step_000010"]
-
-
 def test_the_one_that_latest_names_is_kept_however_old(tmp_path):
     checkpoints_in(tmp_path, 6, 8)
     checkpoints_in(tmp_path, 2, keep_last=1)

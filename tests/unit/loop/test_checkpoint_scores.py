@@ -25,11 +25,11 @@ def is_score(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-@given(scores_by_step, st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.booleans())
+@given(scores_by_step, st.integers(1, 4), st.integers(1, 3), st.booleans())
 @settings(derandomize=True)
-def test_the_best_of_all_steps_survive_every_retirement(found, count, keep_last, keep_every, is_highest):
+def test_the_best_of_all_steps_survive_every_retirement(found, count, keep_last, is_highest):
     """Retirement sees only what earlier retirements left, and the score of a step comes after its checkpoint."""
-    checkpoints = Checkpoints(Path("none"), 1, keep_last, keep_every, best=best_of(count, is_highest=is_highest))
+    checkpoints = Checkpoints(Path("none"), 1, keep_last, best=best_of(count, is_highest=is_highest))
     there: list[int] = []
     for step, value in enumerate(found, 1):
         there = [step, *there]
@@ -40,9 +40,7 @@ def test_the_best_of_all_steps_survive_every_retirement(found, count, keep_last,
     best = {step for _, step in scored[max(0, len(scored) - count) :]}
     kept = checkpoints.kept(there)
     assert best <= kept
-    others = {step for step in range(1, len(found) + 1) if keep_every and step % keep_every == 0}
-    others |= {*range(len(found), max(0, len(found) - keep_last), -1)}
-    assert kept == best | others
+    assert kept == best | {*range(len(found), max(0, len(found) - keep_last), -1)}
 
 
 @given(scores_by_step, st.integers(1, 4), st.booleans())

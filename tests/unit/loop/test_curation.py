@@ -22,7 +22,7 @@ from rlsys.types import Acknowledged, Assignment, EpisodeMeta, Group, VersionSpa
 from tests.groups import episode, group
 
 SIZE = 8
-EVERYTHING = CurationSection(fewer_above=0.6, success_within=(0.2, 0.9), min_episodes=8, look_again=2)
+EVERYTHING = CurationSection(fewer_above=0.6, success_within=(0.2, 0.9))
 
 
 def scored(task_id: str, rewards: Sequence[float | None], group_id: int = 0, version: int = 0) -> Group:
@@ -57,8 +57,9 @@ def settled(curation: Curation, task_id: str, num_successes: int, num_episodes: 
     curation.publish()
 
 
-def ledger_of(rules: CurationSection, num_tasks: int = 5) -> Ledger:
-    return Ledger(TaskSource(tasks(num_tasks), 3), SIZE, 3, Curation(rules))
+def ledger_of(rules: CurationSection, num_tasks: int = 5, *, min_episodes: int = 8, look_again: int = 4) -> Ledger:
+    curation = Curation(rules, min_episodes=min_episodes, look_again=look_again)
+    return Ledger(TaskSource(tasks(num_tasks), 3), SIZE, 3, curation)
 
 
 # ------------------------------------------------------------------------------------------------------------ history
@@ -81,13 +82,13 @@ def test_a_task_above_the_bound_gets_half_the_episodes(num_successes: int, size:
 
 
 def test_half_of_an_odd_group_is_rounded_up():
-    curation = Curation(CurationSection(fewer_above=0.5, min_episodes=1))
+    curation = Curation(CurationSection(fewer_above=0.5), min_episodes=1)
     settled(curation, "a", 1, 1)
     assert size_of(curation, "a", 5) == 3
 
 
 def test_success_rates_need_enough_scored_episodes():
-    curation = Curation(CurationSection(fewer_above=0.5, min_episodes=4))
+    curation = Curation(CurationSection(fewer_above=0.5), min_episodes=4)
     curation.record(scored("a", [1.0, None, None, 1.0, 1.0]))
     curation.settle(0)
     curation.publish()
@@ -129,7 +130,7 @@ def test_a_task_outside_the_range_is_passed_over(num_successes: int, is_left_out
 
 
 def test_a_task_is_looked_at_again_with_its_history_forgotten():
-    curation = Curation(CurationSection(success_within=(0.0, 0.5), look_again=3))
+    curation = Curation(CurationSection(success_within=(0.0, 0.5)), look_again=3)
     settled(curation, "a", 8, 8)
     assert [passes_over(curation, "a") for _ in range(5)] == [True, True, True, False, False]
     settled(curation, "a", 8, 8)
@@ -137,7 +138,7 @@ def test_a_task_is_looked_at_again_with_its_history_forgotten():
 
 
 def test_or_never():
-    curation = Curation(CurationSection(success_within=(0.0, 0.5), look_again=0))
+    curation = Curation(CurationSection(success_within=(0.0, 0.5)), look_again=0)
     settled(curation, "a", 8, 8)
     assert all(passes_over(curation, "a") for _ in range(100))
 
@@ -171,7 +172,7 @@ def test_a_reissued_group_keeps_its_size_also_after_a_resume():
 
 
 def test_skipping_every_task_ends_the_run_with_the_remedy():
-    ledger = ledger_of(CurationSection(success_within=(0.1, 0.9), look_again=0))
+    ledger = ledger_of(CurationSection(success_within=(0.1, 0.9)), look_again=0)
     for task in tasks(4):
         settled(ledger.curation, task.id, 8, 8)
     assert len({ledger.issue(0).task.id for _ in range(3)}) == 1, "one is left"
@@ -183,7 +184,7 @@ def test_skipping_every_task_ends_the_run_with_the_remedy():
 
 
 def test_skipped_tasks_are_revisited_after_look_again_passes():
-    ledger = ledger_of(CurationSection(success_within=(0.0, 0.9), look_again=4))
+    ledger = ledger_of(CurationSection(success_within=(0.0, 0.9)), look_again=4)
     for task in tasks(5):
         settled(ledger.curation, task.id, 8, 8)
     assert len({ledger.issue(0).task.id for _ in range(5)}) == 5, "each has its turn"
@@ -370,8 +371,8 @@ ACTIONS = ["issue", "issue", "judge", "judge", "consume", "drop", "again", "cras
 
 @given(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9), st.integers(0, SIZE)), max_size=80))
 def test_history_always_covers_settled_and_published_groups(actions):
-    rules = CurationSection(fewer_above=0.5, min_episodes=4)
-    ledger, model = ledger_of(rules), History()
+    rules = CurationSection(fewer_above=0.5)
+    ledger, model = ledger_of(rules, min_episodes=4), History()
     sizes: dict[int, int] = {}
 
     def judge(group_id: int, num_successes: int) -> None:
@@ -404,7 +405,7 @@ def test_history_always_covers_settled_and_published_groups(actions):
             model.scored.pop(group_id, None)
         elif action == "crash":
             finished = {group_id for group_id in model.scored if group_id % 10 < choice}
-            state, ledger = ledger.state(), ledger_of(rules)
+            state, ledger = ledger.state(), ledger_of(rules, min_episodes=4)
             ledger.restore(state, finished)
             model.scored = {group_id: row for group_id, row in model.scored.items() if group_id in finished}
         assert ledger.curation.state().tallies == model.tallies()
@@ -415,7 +416,7 @@ def played(
 ) -> tuple[list[tuple[int, str, int]], LedgerState]:
     """Synchronous training of 6 groups a step, some of which are dropped; the order in which they are settled is
     `hurry`'s. Every crash comes with groups of the step open, and none finished."""
-    ledger = ledger_of(EVERYTHING, num_tasks=20)
+    ledger = ledger_of(EVERYTHING, num_tasks=20, look_again=2)
     issued: dict[int, Assignment] = {}
 
     def issue() -> Assignment:
@@ -426,7 +427,7 @@ def played(
     for step in range(steps):
         group_of_step = [issue() for _ in range(6)]
         if step in crash_at:
-            state, ledger = ledger.state(), ledger_of(EVERYTHING, num_tasks=20)
+            state, ledger = ledger.state(), ledger_of(EVERYTHING, num_tasks=20, look_again=2)
             ledger.restore(state, finished=())
             group_of_step = [issue() for _ in range(6)]
         left = [a for a in hurry(group_of_step) if not _settle_early(ledger, a, seed)]

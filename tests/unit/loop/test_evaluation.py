@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rlsys.config.schema import LimitsSection
+from rlsys.config.run_sections import LimitsSection
 from rlsys.config.sections import EvalSection
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
@@ -62,7 +62,7 @@ def evaluator_on(
         FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=max_failed_groups, max_no_signal_groups=4)),
         Events([recorder] if recorder else []),
         {name: tasks(count) for name, count in sets.items()},
-        EvalSection(samples=samples, temperature=1.0, pass_reward=1.0),
+        EvalSection(samples=samples, temperature=1.0),
         seed=0,
         max_open=3,
     )

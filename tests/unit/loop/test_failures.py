@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.config.schema import LimitsSection
+from rlsys.config.run_sections import LimitsSection
 from rlsys.errors import (
     ConfigError,
     DeadlineExceeded,

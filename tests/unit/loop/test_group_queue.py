@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithm import Signal
-from rlsys.config.schema import LimitsSection
+from rlsys.config.run_sections import LimitsSection
 from rlsys.errors import PayloadLost
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy
 from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup, Permit, State

@@ -48,29 +48,9 @@ def step_of(*group_ids: int) -> tuple[list[Task], StepResult]:
     return tasks, StepResult([group(i) for i in group_ids], [()] * len(group_ids), TrainStats({}, 1.0))
 
 
-def records_of(writer: Writer, share: float = 1.0, seed: int = 0) -> tuple[RolloutRecords, EventRecorder]:
+def records_of(writer: Writer) -> tuple[RolloutRecords, EventRecorder]:
     told = EventRecorder()
-    return RolloutRecords(cast("Actor", writer), Events([told]), Path("r"), 2, share, seed), told
-
-
-def places_of(share: float, *group_ids: int, seed: int = 0) -> list[int]:
-    async def main() -> list[int]:
-        writer = Writer()
-        await records_of(writer, share, seed)[0].begin(2, *step_of(*group_ids))
-        return list(writer.places[0])
-
-    return asyncio.run(main())
-
-
-def test_a_share_of_the_groups_is_drawn_by_their_ids() -> None:
-    ids = range(100, 132)
-    whole, half = places_of(1.0, *ids), places_of(0.5, *ids)
-    assert whole == list(range(32))
-    assert len(half) == 16 and half == sorted(half) and half != whole[:16]
-    assert places_of(0.5, *ids) == half, "also in a resumed run"
-    assert places_of(0.5, *reversed(ids)) == sorted(31 - place for place in half)
-    assert places_of(0.5, *ids, seed=1) != half
-    assert len(places_of(0.01, *ids)) == 1
+    return RolloutRecords(cast("Actor", writer), Events([told]), Path("r"), 2), told
 
 
 def test_only_every_so_many_steps_are_due() -> None:

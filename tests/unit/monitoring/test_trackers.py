@@ -291,7 +291,7 @@ def test_a_tracker_without_its_package_is_refused_at_the_start():
 
 
 def test_each_policy_is_tracked_as_a_separate_run(tmp_path: Path):
-    own = ["run.name=sums", f"run.folder={tmp_path}", "policies={solver: {}}", "rollout.repack_s=0"]
+    own = ["run.name=sums", f"run.folder={tmp_path}", "policies={solver: {}}"]
     whole = Config.load([], [*MINIMAL, *own, "tracking=[tensorboard]"])
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "config.resolved.yaml").write_text(whole.to_yaml())

@@ -13,7 +13,7 @@ from rlsys.agents.workflow import Session, SingleTurn, Workflow
 from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import TrainingError
-from rlsys.loop.build_driver import build_driver
+from rlsys.loop.build_driver import Constants, build_driver
 from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.repack import Repacker
 from rlsys.monitoring.events import Events
@@ -64,13 +64,13 @@ def config(folder: Path, *overrides: str) -> Config:
         ([], 1),
         (["rollout.weight_change=inflight"], 1),
         (["rollout.weight_change=beside"], 2),
-        (["rollout.weight_change=beside", "rollout.resident_versions=3"], 3),
+        (["rollout.weight_change=inflight_recompute"], 1),
     ],
 )
 def test_only_replicas_that_train_hold_several_versions(tmp_path, overrides, num_versions):
     job = config(tmp_path, *overrides)
     trained = _replica_spec(job, "model", "newest")
-    assert (trained.engine.resident_versions, trained.change.when) == (num_versions, job.rollout.weight_change)
+    assert (trained.engine.resident_versions, trained.change.when) == (num_versions, job.rollout.change)
     pinned = _replica_spec(job, "model", "pinned")
     assert (pinned.engine.resident_versions, pinned.change.when) == (1, "between")
 
@@ -92,8 +92,6 @@ def test_several_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overri
     ("overrides", "every_s"),
     [
         ([], 5.0),
-        (["rollout.repack_s=2"], 2.0),
-        (["rollout.repack_s=0"], None),
         (["rollout.replicas=1"], None),
         (["rollout.weight_change=inflight"], None),
         (["rollout.weight_change=beside"], None),
@@ -104,6 +102,15 @@ def test_trajectories_are_moved_where_running_groups_hold_new_weights_back(tmp_p
     driver = build_driver(config(tmp_path, "rollout.replicas=2", *overrides), FakeWorld().workers(), data, Events([]))
     found = [each.every_s for each in driver.companions if isinstance(each, Repacker)]
     assert found == ([] if every_s is None else [every_s])
+
+
+def test_constants_vary_how_often_trajectories_are_moved(tmp_path):
+    def every_s(repack_s: float) -> list[float]:
+        job, workers, data = config(tmp_path, "rollout.replicas=2"), FakeWorld().workers(), TaskSource(tasks(3), seed=0)
+        driver = build_driver(job, workers, data, Events([]), constants=Constants(repack_s=repack_s))
+        return [each.every_s for each in driver.companions if isinstance(each, Repacker)]
+
+    assert (every_s(2.0), every_s(0.0)) == ([2.0], [])
 
 
 def test_the_loss_budget_defaults_to_the_longest_completion(tmp_path):
@@ -135,11 +142,8 @@ def test_steps_are_synchronous_until_the_stabilizer_has_its_training_steps(tmp_p
 
 def test_tasks_are_curated_as_the_configuration_says(tmp_path):
     keys = {
-        "success_reward": 0.5,
         "fewer_above": 0.7,
         "success_within": [0.1, 0.9],
-        "min_episodes": 3,
-        "look_again": 2,
         "stored_successes": 5,
     }
     job = config(tmp_path, "asynchrony.max_staleness=1", *(f"curation.{key}={value}" for key, value in keys.items()))
@@ -168,10 +172,10 @@ def spec_of(job: Config, *, evaluates: bool = False) -> RolloutSpec:
 @pytest.mark.parametrize(
     ("overrides", "is_beside"),
     [
-        (["rollout.num_gpus=0"], True),
-        (["rollout.num_gpus=1"], False),
-        (["rollout.num_gpus=0", f"rollout.workflow={{type: '{__name__}:Own'}}"], False),
-        (["rollout.num_gpus=0", f"rollout.workflow={{type: '{__name__}:OwnSingleTurn'}}"], False),
+        (["resources.rollout.gpus=0"], True),
+        (["resources.rollout.gpus=1"], False),
+        (["resources.rollout.gpus=0", f"rollout.workflow={{type: '{__name__}:Own'}}"], False),
+        (["resources.rollout.gpus=0", f"rollout.workflow={{type: '{__name__}:OwnSingleTurn'}}"], False),
     ],
 )
 def test_only_light_workflows_on_processors_are_played_beside_engines(tmp_path, overrides, is_beside):
@@ -190,6 +194,6 @@ def test_groups_have_the_deadline_of_the_limits_and_replicas_none(tmp_path):
 
 
 def test_evaluations_end_no_episode_early(tmp_path):
-    job = config(tmp_path, "rollout.early_ends={}")
-    assert spec_of(job).ends is not None
-    assert spec_of(job, evaluates=True).ends is None
+    job = config(tmp_path, "rollout.early_ends=true")
+    assert spec_of(job).ends_early
+    assert not spec_of(job, evaluates=True).ends_early

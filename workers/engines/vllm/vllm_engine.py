@@ -431,7 +431,7 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
     if current_platform.is_cpu() != (device.type == "cpu"):
         raise ConfigError(
             f"rollout.engine: the vLLM installed runs on {current_platform.device_type}, and the replica was given "
-            f"{device.type}; set rollout.num_gpus to match, or rollout.engine=local"
+            f"{device.type}; set resources.rollout.gpus to match, or rollout.engine=local"
         )
     try:
         engine_args = EngineArgs(**arguments)

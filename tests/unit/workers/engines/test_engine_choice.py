@@ -66,7 +66,7 @@ def test_several_resident_versions_choose_local_and_vllm_refuses_them(tmp_path: 
     assert choose(several, GPU, on("cuda")) == EngineChoice("local", alone)
     adapters = replace(several, lora=LoraSection(rank=4))
     assert choose(adapters, GPU, on("cuda")) == EngineChoice("vllm", "the device is cuda")
-    with pytest.raises(ConfigError, match=r"rollout\.resident_versions: 2 .* set rollout\.engine=local, or"):
+    with pytest.raises(ConfigError, match=r"rollout\.weight_change: beside: 2 .* set rollout\.engine=local, or"):
         asyncio.run(start_engine(several, "vllm", stop_token_ids=frozenset(), device=CPU, worker="rollout-0"))
 
 

@@ -221,7 +221,7 @@ def test_models_are_where_the_sections_of_the_run_have_them() -> None:
         needed = ["run.steps=1", "model.path=m", "data.path=d"]
         return set(models_on_gpu(Config.load([], [*needed, *keys])))
 
-    everywhere = ["train.num_gpus=1", "critic.num_gpus=0.5", "reference.num_gpus=1"]
+    everywhere = ["resources.actor.gpus=1", "resources.critic.gpus=0.5", "resources.reference.gpus=1"]
     assert models(*everywhere) == {"policy"}, "there are no others"
     assert models(*everywhere, "algorithm.type=ppo") == {"policy", "critic"}
     assert models(*everywhere[1:], "algorithm.type=ppo") == {"critic"}
@@ -231,7 +231,7 @@ def test_models_are_where_the_sections_of_the_run_have_them() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens on a machine without a GPU")
 def test_models_that_lack_the_gpu_they_had_are_named(plain: Run) -> None:
-    config = Config.load(plain.folder / CONFIG, ["train.num_gpus=1"])
+    config = Config.load(plain.folder / CONFIG, ["resources.actor.gpus=1"])
     found = retrain(config, shape_of(config), RecordedSteps.of(plain.folder, 1))
     assert (found.is_equal, found.device) == (True, "computed on a CPU, where the run had a GPU: policy")
     assert found.device in found.lines()

@@ -106,7 +106,7 @@ def test_a_template_refusal_names_the_reward_model_and_reason(tmp_path: Path) ->
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"reward\.model\.path '.*nowhere' does not exist"):
+    with pytest.raises(ModelError, match=r"args\.path of the reward model '.*nowhere' does not exist"):
         reward_model(str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match=r"lacks 1 of the weights of a sequence classifier, as 'score\.weight'"):
         reward_model(save(tmp_path / "causal", tiny_llama()))

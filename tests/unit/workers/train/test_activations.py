@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from benchmarks.trainer import peak_of
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
-from rlsys.config.schema import ActivationCheckpointing
+from rlsys.config.train_section import ActivationCheckpointing
 from rlsys.types import Distribution, VersionSpan
 from tests.models import VOCAB, random_prompt, random_sample, tiny_llama, tiny_qwen3
 from workers.model.decoder_layers import checkpoint_layers

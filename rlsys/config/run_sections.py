@@ -1,0 +1,210 @@
+"""Sections of the run as a whole: `run`, `model`, `resources`, `asynchrony`, `checkpoint`, `limits`, `record`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeAlias, get_args
+
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from rlsys.config.config_problems import Problem, nearest, refuse, shown, union_tag
+from rlsys.config.sections import EvalSection, Section
+
+
+def _resume(value: str) -> str:
+    if value not in ("auto", "never", "must") and "/" not in value:
+        raise PydanticCustomError(
+            "resume", "should be auto, never, must, or the folder of a run, or its URL (with a `/` in it)"
+        )
+    return value
+
+
+class RunSection(Section):
+    """General settings of the run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+    """Name of the run; its directory is `folder/name`."""
+    folder: Path = Path("runs")
+    """Parent folder of run directories."""
+    seed: NonNegativeInt = 0
+    """Root of every random stream: task order and sampling. The same seed and configuration give the same run."""
+    steps: NonNegativeInt = 0
+    """Optimizer steps of the whole run, including those before a resume. Set this or `epochs`."""
+    epochs: NonNegativeFloat = 0.0
+    """Passes over the tasks of all sources, instead of `steps`: `epochs` * tasks / `train.groups_per_step` steps,
+    rounded up. A task that is dropped is drawn, and fills no step."""
+    resume: Annotated[str, AfterValidator(_resume)] = "never"
+    """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, or its
+    copy (`checkpoint.copy_to`), else start. must: resume, or fail. A folder: start a new run from the latest checkpoint
+    of the run in that folder. A URL: the same, from the copies of that run, `COPY_TO/NAME`."""
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        if bool(self.steps) == bool(self.epochs):
+            text = "give the number of steps here, or that of passes over the data in run.epochs, and not both"
+            refuse([(("steps",), text)])
+        return self
+
+
+class ModelSection(Section):
+    """The trained policy."""
+
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face causal language model with its tokenizer, or `org/name` on the hub."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy. None: bfloat16 if
+    ranks and replicas have GPUs and the model is stored so, else float32."""
+
+
+WorkerRole: TypeAlias = Literal["actor", "critic", "reference", "rollout", "reward"]
+
+
+class WorkerResources(Section):
+    """Resources of one worker: one rank of the actor or the critic, the reference, a replica, or a reward worker."""
+
+    cpus: NonNegativeFloat = 1.0
+    """CPUs that Ray reserves for one worker."""
+    gpus: NonNegativeFloat = 0.0
+    """GPUs that Ray reserves for one worker; a part such as 0.5 for one that shares its GPU."""
+    threads: PositiveInt = 1
+    """CPU threads for maths of one worker."""
+
+
+def _of_all_roles(given: dict[WorkerRole, WorkerResources]) -> dict[WorkerRole, WorkerResources]:
+    return DEFAULT_RESOURCES | given
+
+
+DEFAULT_RESOURCES: dict[WorkerRole, WorkerResources] = dict.fromkeys(get_args(WorkerRole), WorkerResources())
+Resources = Annotated[dict[WorkerRole, WorkerResources], AfterValidator(_of_all_roles)]
+
+
+class AsynchronySection(Section):
+    """Distance between generation and training."""
+
+    max_staleness: NonNegativeInt = 0
+    """Most steps between the weights that sample a token and the weights that it trains; 0: synchronous."""
+    window: PositiveInt = 1
+    """Number of groups, from the oldest unfinished one on, that the learner may choose from; 1: strictly in order."""
+
+    def bound(self, groups_per_step: int) -> int:
+        """Largest staleness of a trained token: `max_staleness` at window 1, more at larger windows."""
+        return ((self.max_staleness + 1) * groups_per_step + self.window - 2) // groups_per_step
+
+
+class CheckpointSection(Section):
+    """Checkpoints of the run."""
+
+    every: NonNegativeInt = 50
+    """Steps between two checkpoints; 0: only at the end, on interruption, and by `every_s`."""
+    every_s: NonNegativeFloat = 600.0
+    """Seconds after which the next step is saved too, whatever `every` is: about what a crash can lose. 0: never."""
+    keep_last: PositiveInt = 3
+    """Checkpoints kept; older ones are deleted."""
+    keep_best: NonNegativeInt = 0
+    """Keep so many of the best checkpoints too, by `best_by`, and save every evaluated step; 0: none."""
+    best_by: Annotated[str, Field(pattern=r"^((highest|lowest) )?[^ ]+$")] | None = None
+    """Metric of the evaluation that `keep_best` compares, `eval/held_out/mean`; a larger value is better, unless
+    `lowest` comes before it: `lowest eval/held_out/length_mean`."""
+    early_stopping_patience: NonNegativeInt = 0
+    """Evaluations in a row without a better value of `best_by` that end the run early; needs `keep_best`. 0: never."""
+    copy_to: str | None = None
+    """Folder or bucket to which each checkpoint is copied in the background, a URL of fsspec such as `s3://bucket/path`;
+    the copies of the run are in `copy_to/NAME`. Credentials come from the environment. None: no copies."""
+
+    @property
+    def best_metric(self) -> str:
+        """The metric of `best_by`; empty if there is none."""
+        return (self.best_by or "").rpartition(" ")[2]
+
+    @property
+    def is_lowest_best(self) -> bool:
+        return (self.best_by or "").startswith("lowest ")
+
+    def problems(self, evaluation: EvalSection) -> Iterator[Problem]:
+        """Conflicts with the evaluation by which checkpoints are compared."""
+        if not self.keep_best:
+            return
+        there = f"there are: {', '.join(evaluation.metrics)}"
+        if not evaluation.every:
+            yield ("keep_best",), "there is no evaluation; set eval.every and eval.data, or set this to 0"
+        elif not self.best_by:
+            yield ("best_by",), f"checkpoint.keep_best needs the name of a metric; {there}"
+        elif (metric := self.best_metric) not in evaluation.metrics:
+            hint = nearest(metric, evaluation.metrics, there)
+            yield ("best_by",), f"the evaluation has no metric {metric}; {hint}"
+
+    @field_validator("early_stopping_patience")
+    @classmethod
+    def _has_a_best(cls, patience: int, info: ValidationInfo) -> int:
+        if patience and not info.data.get("keep_best", 1):
+            raise ValueError(
+                "needs checkpoint.keep_best, so that the best checkpoint is there at the end: set that to 1"
+            )
+        return patience
+
+    @field_validator("copy_to")
+    @classmethod
+    def _is_url(cls, copy_to: str | None) -> str | None:
+        if copy_to is not None and "://" not in copy_to:
+            raise ValueError(f"should be a URL, such as s3://bucket/path or file:///folder (got {shown(copy_to)})")
+        return copy_to and copy_to.rstrip("/")
+
+
+class LimitsSection(Section):
+    """Deadlines, and limits on failures."""
+
+    group_s: PositiveFloat = 1800.0
+    """Seconds that one attempt at a group may wait for tokens; then the group is issued again. Time of tools and
+    environments, of weights on their way, and without a replica does not count. Also the deadline of scoring one
+    group."""
+    silence_s: PositiveFloat = 6.0
+    """Seconds without a heartbeat after which a rollout replica or a reward worker is replaced. A thread of its own
+    answers for the worker, so a long computation does not count; a process that is stopped does."""
+    no_progress_s: PositiveFloat = 900.0
+    """Seconds without a finished group or step after which the run ends with a table of pending work."""
+    max_attempts: PositiveInt = 3
+    """Failed rollouts of one group, failed scorings, or losses of its payload before the run ends; each is counted
+    separately."""
+    max_failed_groups: PositiveInt = 16
+    """Groups dropped in a row, failed or too long, that end the run."""
+    max_no_signal_groups: PositiveInt = 1000
+    """Groups in a row without a signal, such as equal rewards, that end the run; a tenth of this number causes a
+    warning."""
+
+
+class RecordSection(Section):
+    """Files besides metrics and events."""
+
+    rollouts_every: NonNegativeInt = 1
+    """Steps between two whose rollouts are written; 0: never."""
+
+
+def _no_client(address: str) -> str:
+    if address.startswith("ray://"):
+        raise ValueError(
+            "a driver must run inside the cluster, and ray:// is for programs outside: submit it with "
+            "`ray job submit --address http://HEAD:8265`, or start it on a node with ray=auto"
+        )
+    return address
+
+
+_ADDRESS, _CPUS = union_tag("address"), union_tag("cpus")
+_Named = Annotated[
+    Annotated[PositiveInt, Tag(_CPUS)] | Annotated[str, Field(min_length=1), AfterValidator(_no_client), Tag(_ADDRESS)],
+    Discriminator(lambda value: _ADDRESS if isinstance(value, str) else _CPUS),
+]
+Cluster = _Named | None
