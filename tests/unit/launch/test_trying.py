@@ -143,7 +143,11 @@ def test_a_task_is_found_by_number_or_id(job: str, task: str, prompt: str):
         ([REFUSES, "--task", '{"prompt": "?"}', "--policy", "scripted:1"], DataError, "a task without an answer"),
         ([ASKS], DataError, "there is no data to find it in; give a row"),
         ([ASKS, "--task", ROW], ConfigError, "there is no model to play: give a configuration file"),
-        (["JOB", "--reward", "reward.fn=[{fn: model, args: {path: m}}]"], ConfigError, "no reward function to judge by"),
+        (
+            ["JOB", "--reward", "reward.fn=[{fn: model, args: {path: m}}]"],
+            ConfigError,
+            "no reward function to judge by",
+        ),
     ],
 )
 def test_what_cannot_be_tried_is_named(job: str, arguments: list[str], kind: type[Exception], message: str):

@@ -13,14 +13,16 @@ from rlsys.agents.workflow import Session, SingleTurn, Workflow
 from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import TrainingError
-from rlsys.loop.build_driver import Constants, build_driver
+from rlsys.loop.build_driver import Constants, best_of, build_driver, evaluator_of
 from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.repack import Repacker
 from rlsys.monitoring.events import Events
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
 from rlsys.types import POLICY, PolicyVersion
+from tests.groups import episode, group
 from tests.jobs import config_of
+from workers.ray.cluster import Resources
 from workers.rollout.rollout_worker import RolloutSpec
 from workers.worker_set import _replica_spec, _replicas, _rollout_spec, plays_beside_engines
 
@@ -150,6 +152,30 @@ def test_tasks_are_curated_as_the_configuration_says(tmp_path):
     data = TaskSource(tasks(3), seed=0)
     for told, rules in ((job, CurationSection.model_validate(keys)), (config(tmp_path), CurationSection())):
         assert build_driver(told, FakeWorld().workers(), data, Events([])).queue.ledger.curation.rules == rules
+
+
+def test_an_episode_is_a_success_from_the_configured_reward_on(tmp_path):
+    job = config(tmp_path, "reward.success=0.5", "curation.fewer_above=0.9")
+    workers, scored = FakeWorld().workers(), group(0, versions=(0,), episodes=[episode(0.6), episode(0.2)])
+    curation = build_driver(job, workers, TaskSource(tasks(3), seed=0), Events([])).queue.ledger.curation
+    curation.record(scored)
+    curation.settle(0)
+    curation.publish()
+    assert curation.state().tallies[scored.task_id].rate == 0.5
+    evaluator = evaluator_of(job, workers.rollouts, workers.rewards, {}, Events([]))
+    assert evaluator.metrics_of("d", [scored]).pass_at == {1: 0.5}
+
+
+@pytest.mark.parametrize(("best_by", "is_highest"), [("", True), ("highest ", True), ("lowest ", False)])
+def test_the_best_checkpoint_has_the_highest_or_the_lowest_value(tmp_path, best_by, is_highest):
+    keys = ["eval={every: 5, data: d.jsonl}", "checkpoint.keep_best=2", f"checkpoint.best_by={best_by}eval/d/mean"]
+    best = best_of(config(tmp_path, *keys))
+    assert (best.count, best.metric, best.is_highest) == (2, "eval/d/mean", is_highest)
+
+
+def test_workers_have_the_resources_of_their_role(tmp_path):
+    job = config(tmp_path, "resources.rollout={cpus: 2, threads: 3}")
+    assert spec_of(job).resources == Resources(2.0, 0.0, 3)
 
 
 def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
