@@ -50,11 +50,15 @@ MOVED: Mapping[str, str] = {
 """Remedy for a key, by its dotted name without indices and names of policies."""
 _VALUES = ("dashboard", "ray", "rollout.early_ends")
 """Keys that have such keys in them, and no others."""
+_DEPTH = 6
+"""Sections and indices around such a key, at most."""
 
 
 def take_moved(tree: Any, at: Location = ()) -> Iterator[Problem]:  # noqa: ANN401  (values of a configuration)
     """Remove such keys from a tree, and yield each with its remedy."""
     entries = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
+    if len(at) > _DEPTH:
+        return
     for key, value in entries:
         here = (*at, key if isinstance(key, int) else str(key))
         if remedy := MOVED.get(_name_of(here)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -209,21 +209,14 @@ class EvalSection(Section):
         return self
 
 
-class DashboardAddress(NamedTuple):
-    """Address that a dashboard listens on."""
-
-    host: str
-    port: int
-
-
-def dashboard_address(address: str) -> DashboardAddress:
+def dashboard_address(address: str) -> tuple[str, int]:
     """Split `HOST:PORT`. Raises `ValueError`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(
             f"should be HOST:PORT, such as 127.0.0.1:8321, with port 0 for any that is free (got {address!r})"
         )
-    return DashboardAddress(host, int(port))
+    return host, int(port)
 
 
 def _with_port(address: str | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from rlsys.algorithm import Signal, StepAdvantages
 from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
+from rlsys.loop.build_driver import Constants
 from rlsys.loop.checkpoint import read_state
 from rlsys.loop.driver import Driver
 from rlsys.loop.task_ledger import LedgerState
@@ -111,7 +112,7 @@ def sessions_of(seed: int) -> tuple[list[Session], Mapping[str, Any]]:
         "synchronous_steps": chance.choice((0, 0, 3)),
     }
     limits["num_updates"] = chance.randint(1, limits["groups_per_step"])
-    limits["rules"] = rules_of(seed)
+    limits["rules"], limits["constants"] = curation_of(seed)
     limits["deaths"] = deaths_of(seed)
     stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
     with TemporaryDirectory() as folder:
@@ -127,9 +128,7 @@ def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcom
     dropped += [group_id for group_id, _ in witness.dropped]
     source = TaskSource(tasks(NUM_TASKS), seed=0)
     expected = Counter(source.next().id for _ in range(num_groups))
-    is_undisturbed = (
-        limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["rules"] == CurationSection()
-    )
+    is_undisturbed = limits["algorithm"] == Choosy(needs=limits["algorithm"].needs) and limits["constants"] == CONSTANTS
     curations = [driver.queue.ledger.curation for _, driver, _ in sessions]
     synchronous = sorted(each for world, _, _ in sessions for each in world.staleness_by_version.items())
     return Outcome(
@@ -163,10 +162,10 @@ def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], sto
     deaths: Mapping[str, set[int]] = limits.pop("deaths")
     if stop == STEPS:  # a stopped run is not rolled back
         world.training_deaths = deaths
-    if rules != CurationSection():
+    if limits["constants"] != CONSTANTS:
         world.reward = lambda group_id, episode: float(random.Random(group_id * 97 + episode).random() < 0.35)
         world.payload_losses = {**world.payload_losses, "replace": {chance.randrange(6)}}
-    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=rules, constants=HASTY)
+    driver = driver_on(world, folder, **limits, max_attempts=most_failures(world) + 1, curation=rules)
     witness = Witness(driver)
     driver.events.attach(witness)
     if stop < STEPS:
@@ -176,19 +175,15 @@ def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], sto
     return world, driver, witness
 
 
-HASTY = replace(CONSTANTS, min_episodes=2, look_again=2)
-
-
-def rules_of(seed: int) -> CurationSection:
-    """Every second schedule curates its tasks."""
+def curation_of(seed: int) -> tuple[CurationSection, Constants]:
+    """Every second schedule curates its tasks, from two episodes of each on."""
     chance = random.Random(f"rules {seed}")
     if chance.random() < 0.5:
-        return CurationSection()
-    return CurationSection(
-        fewer_above=chance.choice((None, 0.3)),
-        success_within=chance.choice(((0.0, 1.0), (0.2, 0.6))),
-        stored_successes=chance.choice((0, 3, 8)),
-    )
+        return CurationSection(), CONSTANTS
+    fewer, within = chance.choice((None, 0.3)), chance.choice(((0.0, 1.0), (0.2, 0.6)))
+    constants = replace(CONSTANTS, min_episodes=2, look_again=chance.choice((1, 2)))
+    stored = chance.choice((0, 3, 8))
+    return CurationSection(fewer_above=fewer, success_within=within, stored_successes=stored), constants
 
 
 def deaths_of(seed: int) -> dict[str, set[int]]:

@@ -152,7 +152,7 @@ def following(folder: Path) -> FakeRun:
         train={"groups_per_step": 4},
         checkpoint={"every": 1},
         curation={"source_weights": "signal"},
-        data={"path": "", "sources": [{"path": f"{name}.jsonl"} for name in names]},
+        data={"path": [{"path": f"{name}.jsonl"} for name in names]},
     )
 
 
