@@ -100,7 +100,8 @@ def _group_of(item: pytest.Item) -> str | None:
     room = item.path.relative_to(Path(__file__).parent).parts[0]
     if room == "benchmarks":
         return room
-    if room in ("ray", "oracle") or item.name.partition("[")[2].startswith("ray") or "cluster" in fixtures:
+    case = item.name.partition("[")[2].rstrip("]")
+    if room in ("ray", "oracle") or case.split("-")[0] == "ray" or "cluster" in fixtures:
         return "ray"
     if {"two_ranks", "four_ranks"} & fixtures.keys():
         return "ranks"
