@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
-from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded_peers
 from rlsys.algorithm import StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 from rlsys.util.deviation import deviation
@@ -112,7 +112,7 @@ def _scales_by_source(groups: Sequence[Group]) -> Mapping[str, float]:
     """1 / (std + 1e-6) of the rewards of each source, with the unbiased standard deviation; 1 for a single reward."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
-        rewards[group.source] += [peer.reward for peer in rewarded(group)]
+        rewards[group.source] += [peer.reward for peer in rewarded_peers(group)]
     return {source: 1 / (deviation(own) + 1e-6) if len(own) > 1 else 1.0 for source, own in rewards.items()}
 
 

@@ -225,7 +225,7 @@ def carries_ratio(corrections: Sequence[Correction]) -> bool:
     return any(correction.is_weight for correction in corrections)
 
 
-def corrected(
+def apply_corrections(
     corrections: Sequence[Correction], policies: Policies, surrogate: LossOutput, kl: LossOutput | None
 ) -> LossOutput:
     """Multiply (surrogate + KL) of each token by the factors of all corrections; report the share of tokens each
@@ -248,7 +248,7 @@ _KINDS: dict[str, type[Correction]] = {
 }
 
 
-def _listed(section: object) -> object:
+def _as_tuple(section: object) -> object:
     """Convert every form of the key to a tuple; `none` is an empty one."""
     if section == "none":
         return ()
@@ -292,7 +292,7 @@ else:
         Union[tuple(Annotated[kind, Tag(f"<{name}>")] for name, kind in _KINDS.items())],  # noqa: UP007
         Discriminator(_tag),
     ]
-    Corrections = Annotated[tuple[_Any, ...], BeforeValidator(_listed), WithJsonSchema(_json_schema())]
+    Corrections = Annotated[tuple[_Any, ...], BeforeValidator(_as_tuple), WithJsonSchema(_json_schema())]
 
 
 def problems_of(corrections: Sequence[Correction], *, takes_weights: bool) -> list[str]:

@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
-from algorithms.policy_gradient import ClippedSurrogate, Peer, PolicyGradient, centred, compared
+from algorithms.policy_gradient import ClippedSurrogate, Peer, PolicyGradient, centre_rewards, peer_advantages
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.types import Group
 
@@ -40,11 +40,11 @@ class DAPO(ClippedSurrogate, PolicyGradient):
 
     def has_signal(self, group: Group) -> bool:
         """True if rewards that a trained trajectory depends on differ, before any length penalty."""
-        differ = compared(group, lambda rewards_G, **_: [float(len(set(rewards_G)) > 1)] * len(rewards_G))
+        differ = peer_advantages(group, lambda rewards_G, **_: [float(len(set(rewards_G)) > 1)] * len(rewards_G))
         trained = {(a.episode, a.trajectory) for a in self.assign(group)}
-        return any(a.advantage > 0 and (a.episode, a.trajectory) in trained for a in self.credited(group, differ))
+        return any(a.advantage > 0 and (a.episode, a.trajectory) in trained for a in self.assign_credit(group, differ))
 
-    def penalised(self, peer: Peer) -> float:
+    def overlong_reward(self, peer: Peer) -> float:
         """Reward with the penalty of eq. 13: 0 up to `max_length - overlong_tokens` tokens, then linear to -1 at
         `max_length`."""
         if self.max_length == 0:
@@ -53,5 +53,5 @@ class DAPO(ClippedSurrogate, PolicyGradient):
         return peer.reward - min(1.0, max(0.0, excess / self.overlong_tokens))
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        statistic = partial(centred, std_normalize=self.std_normalize)
-        return self.credited(group, compared(group, statistic, reward=self.penalised))
+        statistic = partial(centre_rewards, std_normalize=self.std_normalize)
+        return self.assign_credit(group, peer_advantages(group, statistic, reward=self.overlong_reward))

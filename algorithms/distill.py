@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, ShareBelowOne
 from algorithms.functional import log_ratio
-from algorithms.policy_gradient import clipped
+from algorithms.policy_gradient import clipped_objective
 from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
 from rlsys.types import Group
 
@@ -64,7 +64,7 @@ class Distill(Algorithm):
         teacher_N = batch.columns_N[Signal.REFERENCE_LOGPROBS]
         advantages_N = (teacher_N - logprobs_N.detach()).clamp(-self.max_advantage, self.max_advantage)
         ratio_N = log_ratio(logprobs_N, batch.behavior_logprobs_N).exp()
-        result = clipped(ratio_N, advantages_N, self.clip_low, self.clip_high)
+        result = clipped_objective(ratio_N, advantages_N, self.clip_low, self.clip_high)
         metrics_N = {
             "distill/kl": batch.behavior_logprobs_N - teacher_N,
             "policy/clip_frac_low": result.is_low_N.float(),

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, AtMostOne
 from algorithms.gspo import GSPO
-from algorithms.policy_gradient import Peer, Place, centred, peers
+from algorithms.policy_gradient import Peer, Place, centre_rewards, peers
 from rlsys.algorithm import StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
@@ -42,7 +42,7 @@ class EAPO(GSPO):
         found: dict[Place, list[float]] = {}
         for peers_G in peers(group):
             rewards = [self.by_round(peer) for peer in peers_G]
-            values = iter(centred([*chain(*rewards)], std_normalize=self.std_normalize))
+            values = iter(centre_rewards([*chain(*rewards)], std_normalize=self.std_normalize))
             found |= {peer.place: [*islice(values, len(rounds))] for peer, rounds in zip(peers_G, rewards, strict=True)}
         for place, meta, shares in self.credits(group, found):
             for s in range(len(meta.samples)):

@@ -108,7 +108,7 @@ class Thresholds(NamedTuple):
     high: float
 
     @classmethod
-    def calibrated(cls, cosines: Tensor) -> Thresholds:
+    def from_cosines(cls, cosines: Tensor) -> Thresholds:
         """Compute the thresholds from the cosines of the calibration steps, as `GAC.calibrate_steps` describes."""
         low = float(cosines.quantile(QUANTILE))
         return cls(low, max(sqrt(low), float(cosines.max())))
@@ -118,7 +118,7 @@ class Thresholds(NamedTuple):
             return Regime.SAFE
         return Regime.PROJECTED if cosine <= self.high else Regime.SKIPPED
 
-    def projected(self, cosine: float) -> float:
+    def projected_cosine(self, cosine: float) -> float:
         """Cosine after the projection: the part along the previous gradient is `low` of the original length."""
         length = sqrt(1 - cosine**2 + self.low**2)
         return self.low / length if length else 0.0
@@ -171,14 +171,14 @@ class Alignment:
         metrics = {"gac/cosine": cosine, "gac/parallel_share": abs(cosine), "gac/cosine_after": cosine}
         removed = 0.0
         if self._config.enabled:
-            regime = self._bounded(regime)
+            regime = self._bound_skips(regime)
             if thresholds and regime is Regime.PROJECTED:
                 excess = 1 - thresholds.low / cosine
                 if self._config.where == "update":
                     self._excess = excess
                 else:
                     removed = excess * product / previous_square
-                    metrics["gac/cosine_after"] = thresholds.projected(cosine)
+                    metrics["gac/cosine_after"] = thresholds.projected_cosine(cosine)
         self._remember(gradients, squared_norm, removed)
         metrics |= {"gac/regime": float(regime), "gac/skips_in_a_row": float(self._skips_in_a_row)}
         if thresholds:
@@ -247,9 +247,9 @@ class Alignment:
             return Thresholds(config.c_low, config.c_high)
         if self.synchronous_steps_left:
             return None
-        return Thresholds.calibrated(self._record[1 : int(self._num_recorded)])
+        return Thresholds.from_cosines(self._record[1 : int(self._num_recorded)])
 
-    def _bounded(self, regime: Regime) -> Regime:
+    def _bound_skips(self, regime: Regime) -> Regime:
         """Return the regime, with PROJECTED in place of a skip beyond `max_skips`."""
         if regime is Regime.SKIPPED and self._skips_in_a_row < self._config.max_skips:
             self._skips_in_a_row += 1

@@ -141,12 +141,13 @@ class KTO(Algorithm):
             scales = min(1.0, BAND / ratio), min(1.0, ratio)  # at least one of them is 1
             back = (desirable + undesirable) / (scales[0] * desirable + scales[1] * undesirable)
             assigned = [
-                tuple(_scaled(a, back * scales[0], back * scales[1]) for a in of_group) for of_group in assigned
+                tuple(_scale_advantage(a, back * scales[0], back * scales[1]) for a in of_group)
+                for of_group in assigned
             ]
         # The framework averages over samples. Together, those of a step weigh as much as before.
         share = sum(map(sum, counts)) / (num or 1)
         shared = (
-            tuple(_scaled(a, share / (num or 1), share / (num or 1)) for a, num in zip(own, nums, strict=True))
+            tuple(_scale_advantage(a, share / (num or 1), share / (num or 1)) for a, num in zip(own, nums, strict=True))
             for own, nums in zip(assigned, counts, strict=True)
         )
         return StepAdvantages(tuple(shared), metrics)
@@ -218,6 +219,6 @@ def _num_samples(group: Group, assigned: TrajectoryAdvantage) -> int:
     return sum(sample.num_trained > 0 for sample in samples)
 
 
-def _scaled(assigned: TrajectoryAdvantage, desirable: float, undesirable: float) -> TrajectoryAdvantage:
+def _scale_advantage(assigned: TrajectoryAdvantage, desirable: float, undesirable: float) -> TrajectoryAdvantage:
     scale = desirable if assigned.advantage > 0 else undesirable
     return TrajectoryAdvantage(assigned.episode, assigned.trajectory, assigned.advantage * scale)

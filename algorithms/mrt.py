@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
 from algorithms.grpo import GRPO
-from algorithms.policy_gradient import Place, centred, compared
+from algorithms.policy_gradient import Place, centre_rewards, peer_advantages
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.types import EpisodeMeta, Group
 
@@ -40,8 +40,8 @@ class MRT(GRPO):
     """Weight of the bonus. The default is our choice, because the paper's value is not known to us; 0 is GRPO."""
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        statistic = partial(centred, std_normalize=self.std_normalize)
-        outcome = compared(group, statistic)
+        statistic = partial(centre_rewards, std_normalize=self.std_normalize)
+        outcome = peer_advantages(group, statistic)
         bonuses = {place[0]: bonuses_of(group.episodes[place[0]]) for place in outcome if not place[1]}
         known: set[Place] = {*outcome}
         for place, _, shares in self.credits(group, known):

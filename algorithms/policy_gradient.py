@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from algorithms.corrections import Corrections, Policies, Tis, carries_ratio, corrected, problems_of
+from algorithms.corrections import Corrections, Policies, Tis, apply_corrections, carries_ratio, problems_of
 from algorithms.fields import RULES, Fraction, Over, ShareBelowOne
 from algorithms.kl import Estimator, kl_term
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
@@ -43,7 +43,7 @@ class Peer:
     reward: float
 
 
-def rewarded(group: Group) -> Iterator[Peer]:
+def rewarded_peers(group: Group) -> Iterator[Peer]:
     """Yield the trajectories with a finite reward, of any policy, from episodes that did not fail.
 
     An agent may take the advantage of a root that another policy samples.
@@ -59,7 +59,7 @@ def peers(group: Group) -> Iterator[list[Peer]]:
     A trajectory without a peer in another episode has no baseline.
     """
     by_kind: defaultdict[str | None, list[Peer]] = defaultdict(list)
-    for peer in rewarded(group):
+    for peer in rewarded_peers(group):
         by_kind[peer.meta.agent if peer.place[1] else None].append(peer)
     for peers_G in by_kind.values():
         if len({peer.place[0] for peer in peers_G}) >= 2:
@@ -84,7 +84,7 @@ class EarlyEnds:
     settled: float
     """c."""
 
-    def left_out(self, rewards_G: Sequence[float]) -> list[float]:
+    def leave_one_out(self, rewards_G: Sequence[float]) -> list[float]:
         """R_i - b_i."""
         offs_G = [reward - self.settled for reward in rewards_G]
         total = sum(weight * off for weight, off in zip(self.weights_G, offs_G, strict=True))
@@ -100,13 +100,13 @@ class EarlyEnds:
         return sqrt(max(0.0, second - first * first / self.size) / (self.size - 1))
 
 
-def compared(
+def peer_advantages(
     group: Group,
     statistic: Callable[..., Sequence[float]],
     reward: Callable[[Peer], float] = attrgetter("reward"),
 ) -> dict[Place, float]:
-    """Compute the advantages of all peers by a statistic of their rewards, such as `left_out`. In a group with early
-    ends it gets those as `ends`."""
+    """Compute the advantages of all peers by a statistic of their rewards, such as `leave_one_out`. In a group with
+    early ends it gets those as `ends`."""
     found: dict[Place, float] = {}
     for peers_G in peers(group):
         rewards_G = [reward(peer) for peer in peers_G]
@@ -120,7 +120,7 @@ def compared(
     return found
 
 
-def centred(rewards_G: Sequence[float], *, std_normalize: bool, ends: EarlyEnds | None = None) -> list[float]:
+def centre_rewards(rewards_G: Sequence[float], *, std_normalize: bool, ends: EarlyEnds | None = None) -> list[float]:
     """Subtract the mean; with `std_normalize`, divide by the unbiased standard deviation + 1e-6. Needs two or more.
 
     It averages differences from the first reward, so that equal rewards give exactly 0. With early ends, R - mean is
@@ -128,19 +128,19 @@ def centred(rewards_G: Sequence[float], *, std_normalize: bool, ends: EarlyEnds 
     """
     if ends is not None:
         scale = (ends.size - 1) / ends.size / (ends.std(rewards_G) + 1e-6 if std_normalize else 1.0)
-        return [scale * value for value in ends.left_out(rewards_G)]
+        return [scale * value for value in ends.leave_one_out(rewards_G)]
     from_first_G = [reward - rewards_G[0] for reward in rewards_G]
     mean = fmean(from_first_G)
     scale = deviation(rewards_G) + 1e-6 if std_normalize else 1.0
     return [(reward - mean) / scale for reward in from_first_G]
 
 
-def left_out(rewards_G: Sequence[float], *, ends: EarlyEnds | None = None) -> list[float]:
+def leave_one_out(rewards_G: Sequence[float], *, ends: EarlyEnds | None = None) -> list[float]:
     """Subtract the mean of the others, n / (n - 1) (R - mean): RLOO (arXiv:2402.14740). Needs two rewards or more."""
     if ends is not None:
-        return ends.left_out(rewards_G)
+        return ends.leave_one_out(rewards_G)
     scale = len(rewards_G) / (len(rewards_G) - 1)
-    return [scale * value for value in centred(rewards_G, std_normalize=False)]
+    return [scale * value for value in centre_rewards(rewards_G, std_normalize=False)]
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -246,19 +246,19 @@ class PolicyGradient(Algorithm):
             if not is_masked and all(source in known for source in shares):
                 yield place, meta, shares
 
-    def credited(self, group: Group, advantages: Mapping[Place, float]) -> Iterator[TrajectoryAdvantage]:
+    def assign_credit(self, group: Group, advantages: Mapping[Place, float]) -> Iterator[TrajectoryAdvantage]:
         """Assign trajectories with a reward their advantage and others their root's, mixed by `team_share`."""
         for place, _, shares in self.credits(group, advantages):
             yield TrajectoryAdvantage(*place, sum(advantages[source] * share for source, share in shares.items()))
 
     def group_relative(self, group: Group, *, std_normalize: bool) -> Iterator[TrajectoryAdvantage]:
         """Assign (R - mean) over peers; with `std_normalize`, (R - mean) / (std + 1e-6)."""
-        return self.credited(group, compared(group, partial(centred, std_normalize=std_normalize)))
+        return self.assign_credit(group, peer_advantages(group, partial(centre_rewards, std_normalize=std_normalize)))
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         """Corrections · (surrogate + kl_coef · KL) per token."""
         policies = self.policies(logprobs_N, batch)
-        return corrected(self.correction, policies, self.surrogate(policies), self.kl(policies))
+        return apply_corrections(self.correction, policies, self.surrogate(policies), self.kl(policies))
 
     def surrogate(self, policies: Policies) -> LossOutput:
         """Loss of each token, whose gradient is that of the objective; before the KL term and corrections.
@@ -295,7 +295,7 @@ class Clipped:
     """True where the ratio is above 1 + clip_high and the advantage positive."""
 
 
-def clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Clipped:
+def clipped_objective(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Clipped:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token: PPO's objective (arXiv:1707.06347, eq. 7).
 
     Two bounds are DAPO's clip-higher (arXiv:2503.14476, eq. 10): a token's probability may rise by more than it may
@@ -375,7 +375,7 @@ class ClippedSurrogate:
 
     def clipped_surrogate(self, ratio_N: Tensor, advantages_N: Tensor) -> LossOutput:
         """-min(r A, clip(r) A), and with `dual_clip` c, -max(min(r A, clip(r) A), c A) where A < 0."""
-        result = clipped(ratio_N, advantages_N, self.clip_low, self.clip_high)
+        result = clipped_objective(ratio_N, advantages_N, self.clip_low, self.clip_high)
         objective_N = result.objective_N
         metrics_N = {
             "policy/ratio_mean": ratio_N.detach(),

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from algorithms.fields import RULES, Fraction
 from algorithms.functional import gae
 from algorithms.kl import penalised_rewards
-from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded_peers
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group, PolicyVersion
 
@@ -71,7 +71,7 @@ class PPO(ClippedSurrogate, PolicyGradient):
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """Assign each trajectory its reward, without comparison."""
-        return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
+        return self.assign_credit(group, {peer.place: peer.reward for peer in rewarded_peers(group)})
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         """Compute GAE; the critic's target is A + V."""

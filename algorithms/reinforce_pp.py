@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
 from algorithms.kl import Estimator, rewards_to_go
-from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded_peers
 from rlsys.algorithm import LossInputs, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
@@ -37,7 +37,7 @@ class ReinforcePP(ClippedSurrogate, PolicyGradient):
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
         """Assign each trajectory its reward, without comparison."""
-        return self.credited(group, {peer.place: peer.reward for peer in rewarded(group)})
+        return self.assign_credit(group, {peer.place: peer.reward for peer in rewarded_peers(group)})
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         return TokenAdvantages(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))

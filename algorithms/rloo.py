@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, Over
 from algorithms.kl import rewards_to_go
-from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, compared, left_out
+from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, leave_one_out, peer_advantages
 from rlsys.algorithm import LossInputs, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
 
@@ -32,7 +32,7 @@ class RLOO(ClippedSurrogate, PolicyGradient):
     kl_in_reward: ClassVar[bool] = True
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
-        return self.credited(group, compared(group, left_out))
+        return self.assign_credit(group, peer_advantages(group, leave_one_out))
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         return TokenAdvantages(rewards_to_go(inputs, self.kl_coef, self.kl_estimator))

@@ -49,7 +49,7 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
     """
     import torch
 
-    from rlsys.batch.tensors import packed
+    from rlsys.batch.tensors import pack_for_scoring
     from rlsys.types import Distribution
     from workers.model.logprobs import trained_logprobs
 
@@ -58,7 +58,7 @@ def forward_seconds(how: Literal["packed", "padded"], num_groups: int, num_layer
     samples = [sample for _ in range(num_groups) for sample in log_normal_samples(rng, *SMALL_MIX)]
     began = time.process_time()
     if how == "packed":
-        for _, batch in packed(samples, SMALL_MICRO_BATCH):
+        for _, batch in pack_for_scoring(samples, SMALL_MICRO_BATCH):
             trained_logprobs(model, batch, Distribution(1.0))[0].sum().backward()
         return time.process_time() - began
     for batch in _padded(samples):

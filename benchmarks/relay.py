@@ -193,7 +193,7 @@ class Tier:
         stall_s = max(each_s for *_, each_s, _ in told)
         slowdown_s = max(beside_s - alone_s for _, alone_s, beside_s, *_ in told)
         memcpy_s = max(copy_s for copy_s, *_ in told)
-        links = [(await member.proxy.held()).link for member in self.relays.members]
+        links = [(await member.proxy.holding()).link for member in self.relays.members]
         measured = [link.bytes_per_s for link in links if link.is_measured]
         return {
             "stall_ms": 1e3 * stall_s,

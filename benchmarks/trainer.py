@@ -188,7 +188,7 @@ def _collectives(gather: GatherWeights, num_micro_batches: int, num_layers: int)
     dist.init_process_group("fake", rank=0, world_size=MANY_RANKS, store=FakeStore())
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=num_layers))
-    ranks = ranks.arranged(MeshSection(shard=MANY_RANKS))
+    ranks = ranks.with_mesh(MeshSection(shard=MANY_RANKS))
     layout = RankLayout(ranks, torch.float32, CPU, savings=MemorySavings(gather_weights=gather))
     layout.apply(model)
     with Counter():

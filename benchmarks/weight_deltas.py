@@ -89,7 +89,7 @@ def _buckets(backend: FsdpBackend) -> list[np.ndarray]:
 
     layout = PartLayout(backend.published_rectangles())
     memory = np.zeros(layout.num_bytes, np.uint8)
-    layout.write(memory, backend.owned())
+    layout.write(memory, backend.owned_tensors())
     return [memory[start:end] for start, end in pairwise(layout.bounds)]
 
 
@@ -97,7 +97,7 @@ def _measured(old: list[np.ndarray], new: list[np.ndarray]) -> dict[str, float]:
     """Encode and decode all buckets. One that is sent whole counts with its encoding, and needs no decoding."""
     import numpy as np
 
-    from workers.transport.deltas import delta_of, patched
+    from workers.transport.deltas import apply_delta, delta_of
 
     encode_s: list[float] = []
     decode_s: list[float] = []
@@ -108,12 +108,12 @@ def _measured(old: list[np.ndarray], new: list[np.ndarray]) -> dict[str, float]:
         encoded_s = time.thread_time()
         for before, delta in zip(old, deltas, strict=True):
             if delta is not None:
-                patched(before, delta)
+                apply_delta(before, delta)
         encode_s.append(encoded_s - began_s)
         decode_s.append(time.thread_time() - encoded_s)
     num_sent = num_changed = 0
     for before, after, delta in zip(old, new, deltas, strict=True):
-        assert delta is None or np.array_equal(patched(before, delta), after), "the exact bytes"
+        assert delta is None or np.array_equal(apply_delta(before, delta), after), "the exact bytes"
         num_sent += after.nbytes if delta is None else delta.nbytes
         num_changed += int(np.count_nonzero(before.view(np.uint16) != after.view(np.uint16)))
     whole = sum(after.nbytes for after in new)

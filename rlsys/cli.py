@@ -214,7 +214,7 @@ def dashboard(
     from rlsys.dashboard.listener import Listener
     from rlsys.dashboard.serve import Dashboard
 
-    listener = Listener.bind(host, port) if fd is None else Listener.inherited(fd)
+    listener = Listener.bind(host, port) if fd is None else Listener.from_descriptor(fd)
     served = Dashboard(folder, listener)
     if fd is not None:
         served.serve_beside(sys.stdin.buffer)
@@ -347,7 +347,7 @@ def check(job: Job) -> None:
     """List every problem of a configuration; exit 2 if there is any."""
     config = _load(job)
     typer.echo("the configuration is valid")
-    for own in config.trained.values() or [config]:
+    for own in config.trained_policies.values() or [config]:
         if own.staleness_caution:
             _say(f"caution: {own.staleness_caution}")
 
@@ -449,7 +449,7 @@ def algorithms() -> None:
     rows = [
         (name, kind.name, " or ".join(point.value for point in points), _summary(kind, name))
         for kind in KINDS
-        for name, points in kind.installed().items()
+        for name, points in kind.entry_points().items()
     ]
     names, kinds, places = (max(len(row[column]) for row in rows) for column in range(3))
     for name, kind, place, summary in rows:

@@ -38,10 +38,10 @@ class Saving(Protocol[T_co]):
     Each part is awaited once, in order. One that fails leaves nothing to clean up.
     """
 
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         """Return once the state is copied: it may change then."""
 
-    async def written(self) -> T_co:
+    async def write_copy(self) -> T_co:
         """Return what was written, once it is on disk."""
 
 
@@ -82,14 +82,14 @@ class Replacement:
     donor: Group
     donor_episode: int
 
-    def applied(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
+    def build_group(self, payload: Ref, versions: tuple[VersionSpan, ...]) -> Group:
         """Return the group with the replaced episode, whose origin is then `stored`.
 
         `payload` refers to the episodes composed by `with_episode`; `versions` are those of the group's own episodes.
         The donated episode keeps its reward. Columns are removed, because they belong to the old episodes.
         """
         stored = replace(self.donor.episodes[self.donor_episode], origin="stored")
-        episodes = tuple(episode.unordered() for episode in with_episode(self.group.episodes, self.episode, stored))
+        episodes = tuple(episode.without_order() for episode in with_episode(self.group.episodes, self.episode, stored))
         held = {span.version for span in versions}
         weights = tuple(a for a in self.group.weights if a.version in held)
         return replace(self.group, episodes=episodes, versions=versions, weights=weights, payload=payload, columns={})
@@ -158,8 +158,8 @@ class Rewards(Protocol):
 class Composer(Protocol):
     """Pool of workers that change the payload of a group."""
 
-    async def replaced(self, replacement: Replacement) -> Group:
-        """Return the group with the donated episode, see `Replacement.applied`. Raises `PayloadLost` with the id of
+    async def replace_episode(self, replacement: Replacement) -> Group:
+        """Return the group with the donated episode, see `Replacement.build_group`. Raises `PayloadLost` with the id of
         the lost group."""
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:

@@ -33,7 +33,7 @@ class NumberArray(Sequence[N]):
         """Copy the numbers, unless they are such an array. Raises `TypeError` or `OverflowError` for one that is not
         of the type."""
         is_same = type(numbers) is type(self)  # `isinstance` asks the metaclass of `Sequence`, which takes longer
-        self._view = numbers._view if is_same else memoryview(self._packed(numbers)).toreadonly()
+        self._view = numbers._view if is_same else memoryview(self._buffer_of(numbers)).toreadonly()
 
     @classmethod
     def over(cls, buffer: Any) -> Self:  # noqa: ANN401  (Python 3.12 has a type for it, `collections.abc.Buffer`)
@@ -43,13 +43,13 @@ class NumberArray(Sequence[N]):
         return made
 
     @classmethod
-    def joined(cls, *parts: Sequence[N]) -> Self:
+    def of_parts(cls, *parts: Sequence[N]) -> Self:
         """Concatenate; a single part that is not empty is not copied."""
         arrays = [cls(part) for part in parts if len(part)]
         return arrays[0] if len(arrays) == 1 else cls.over(b"".join(array._view for array in arrays))
 
     @classmethod
-    def _packed(cls, numbers: Iterable[N]) -> array:
+    def _buffer_of(cls, numbers: Iterable[N]) -> array:
         return array(cls.FORMAT, numbers)
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class NumberArray(Sequence[N]):
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __add__(self, other: Sequence[N]) -> Self:
-        return self.joined(self, other)
+        return self.of_parts(self, other)
 
     def __radd__(self, other: tuple[N, ...]) -> tuple[N, ...]:
         return (*other, *self)
@@ -123,7 +123,7 @@ class BoolArray(NumberArray[bool]):
     __slots__ = ()
 
     @classmethod
-    def _packed(cls, numbers: Iterable[bool]) -> Any:  # noqa: ANN401
+    def _buffer_of(cls, numbers: Iterable[bool]) -> Any:  # noqa: ANN401
         return memoryview(bytes(numbers)).cast("?")
 
 

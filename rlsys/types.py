@@ -419,7 +419,7 @@ class EpisodeMeta:
         """True if its root failed. A failed subagent is left out alone, and the rest of the episode is used."""
         return self.trajectories[0].outcome.is_failed
 
-    def unordered(self) -> EpisodeMeta:
+    def without_order(self) -> EpisodeMeta:
         """Return the same episode without order among the samples of its group: only equal prompts are then shared."""
         return replace(
             self,
@@ -535,7 +535,7 @@ class Group:
         """Return this group with one score per episode in its root trajectory; failed episodes are marked."""
         if len(scores) != len(self.episodes):
             raise ValueError(f"group {self.group_id}: {len(scores)} scores for {len(self.episodes)} episodes")
-        scored = tuple(_scored(e, s) for e, s in zip(self.episodes, scores, strict=True))
+        scored = tuple(_with_score(e, s) for e, s in zip(self.episodes, scores, strict=True))
         return replace(self, episodes=scored, scores=None)
 
 
@@ -552,13 +552,13 @@ class Score:
     """Scores of other trajectories of the episode that are judged, by index, see `Trajectory.is_judged`."""
 
 
-def _scored(episode: EpisodeMeta, score: Score) -> EpisodeMeta:
+def _with_score(episode: EpisodeMeta, score: Score) -> EpisodeMeta:
     scores = {0: score, **score.others}
-    judged = (_judged(t, scores[i]) if i in scores else t for i, t in enumerate(episode.trajectories))
+    judged = (_with_trajectory_score(t, scores[i]) if i in scores else t for i, t in enumerate(episode.trajectories))
     return replace(episode, trajectories=tuple(map(_finite, judged)))
 
 
-def _judged(trajectory: TrajectoryMeta, score: Score) -> TrajectoryMeta:
+def _with_trajectory_score(trajectory: TrajectoryMeta, score: Score) -> TrajectoryMeta:
     if score.value is None:
         return replace(trajectory, outcome=failed(score.failure))
     return replace(trajectory, reward=score.value, parts=score.parts)

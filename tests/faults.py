@@ -196,7 +196,7 @@ class _StaleReplica(FakeRollouts):
     async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         if self.world.relay > 3 and "rollout-2" in self.members:
             self.members.remove("rollout-2")
-            self._left("rollout-2")
+            self._on_leave("rollout-2")
         return await super().run(assignment)
 
     async def loads(self) -> Sequence[ReplicaLoad]:
@@ -229,11 +229,11 @@ class _Refused:
     recording: Saving[None]
     path: Path
 
-    async def copied(self) -> None:
-        await self.recording.copied()
+    async def take_copy(self) -> None:
+        await self.recording.take_copy()
 
-    async def written(self) -> None:
-        await self.recording.written()
+    async def write_copy(self) -> None:
+        await self.recording.write_copy()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 

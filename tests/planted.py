@@ -137,7 +137,7 @@ class _Rollouts(FakeRollouts):
     async def run(self, assignment: Assignment) -> tuple[Group, ...]:
         if self.world.relay > STALE_VERSION and STALE_REPLICA in self.members:
             self.members.remove(STALE_REPLICA)  # it is given nothing while it loads
-            self._left(STALE_REPLICA)
+            self._on_leave(STALE_REPLICA)
         if assignment.task.id == STUCK_TASK:
             self._stuck[assignment.group_id] = worker = self.members[self.num_calls % len(self.members)]
             await self._work(worker, f"rolling out group {assignment.group_id}", 1e9)

@@ -73,7 +73,7 @@ class Link:
         assert isinstance(data, Blob)
         return data.content
 
-    async def patched(self, base: Ref, delta: object) -> Blob:
+    async def apply_delta(self, base: Ref, delta: object) -> Blob:
         assert isinstance(base, Blob) and isinstance(delta, Blob)
         old, _, new = delta.content.partition(">")
         return Blob(self._name, new if old == base.content else "damaged", base.num_bytes)
@@ -116,8 +116,8 @@ class Node:
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         return await self._call(self.relay.give(bucket, wait=wait))
 
-    async def held(self) -> Holding:
-        return await self._call(self.relay.held())
+    async def holding(self) -> Holding:
+        return await self._call(self.relay.holding())
 
     async def refill(self, neighbours: Sequence[ChainMember], known: Holding) -> None:
         await self._call(self.relay.refill(neighbours, known))

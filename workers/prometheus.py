@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlsys.monitoring.events import AlertRaised
-from rlsys.monitoring.metric_catalog import METRICS, Named, named
+from rlsys.monitoring.metric_catalog import METRICS, Named, parse_metric
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, TrackerPlugin
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Gauges:
         """Set the gauges to these values. An evaluation of an older step does not lower the gauge `step`."""
         self._step = max(self._step, step)
         for name, value in {**values, "step": self._step}.items():
-            found = named(name) or Named(name, {})
+            found = parse_metric(name) or Named(name, {})
             self._gauge(found).set(float(value), {**self._labels, **found.labels})
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:

@@ -115,7 +115,9 @@ class WorkerSet:
     @classmethod
     def of(cls, config: Config) -> WorkerSet:
         """Start all workers; they load in parallel."""
-        lines = {name: PolicyWorkers.of(own, name) for name, own in (config.trained or {POLICY: config}).items()}
+        lines = {
+            name: PolicyWorkers.of(own, name) for name, own in (config.trained_policies or {POLICY: config}).items()
+        }
         relays = {name: line.relays for name, line in lines.items()}
         rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
         rollouts = start_rollouts(config, relays)
@@ -304,7 +306,7 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
 def start_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPool:
     """Start the rollout replicas for training, and session workers; `relays` are those of the trained policies."""
     own = {name: config.of(name) for name in config.policies} or {POLICY: config}
-    trained = config.trained if config.policies else own
+    trained = config.trained_policies if config.policies else own
     replicas = {
         name: _replica_spec(of, of.model.path, "newest" if name in trained else "never", len(own))
         for name, of in own.items()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
 from typing import Any, Protocol, TypeAlias
 
-from rlsys.agents.session_record import SessionRecord, appended, messages_of
-from rlsys.agents.tool_calls import Call, ToolCall, after_thinking, described, read_calls
+from rlsys.agents.session_record import SessionRecord, append_paragraph, messages_of
+from rlsys.agents.tool_calls import Call, ToolCall, after_thinking, describe_tools, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
 from rlsys.batch.samples import without_repeats
 from rlsys.errors import TaskTooLong, ToolError
@@ -251,7 +251,7 @@ class Agent:
         run = calls[: budget.max_calls_per_turn]
         if not session.purse.take_calls(len(run)):
             what = f"the {budget.max_tool_calls} tool calls of the episode (max_tool_calls), or its share of them"
-            raise self._stopped(BudgetSpent(f"{self.name} asked for more than {what}"))
+            raise self._mark_cut(BudgetSpent(f"{self.name} asked for more than {what}"))
         session.num_tool_calls += len(run)
         start_s, results = session.age_s, list[ToolResult]()
         try:
@@ -267,7 +267,7 @@ class Agent:
         results = [*results, *[refused] * (len(calls) - len(run))]
         if self.context.is_plain:
             return "".join(f"\n<tool_response>\n{result.content}\n</tool_response>\n" for result in results)
-        return tuple(_told(call, result) for call, result in zip(calls, results, strict=True))
+        return tuple(_tool_message(call, result) for call, result in zip(calls, results, strict=True))
 
     async def use(self, prompt: Prompt | None, tools: Toolbox, *, max_turns: int | None = None) -> str:
         """Let the agent call tools until it replies without a call. Returns that reply.
@@ -279,7 +279,7 @@ class Agent:
             if not reply.calls:
                 return reply.text
             prompt = await self.answer(reply.calls, tools)
-        raise self._stopped(BudgetSpent(f"{self.name} still called tools in turn {max_turns}, its last"))
+        raise self._mark_cut(BudgetSpent(f"{self.name} still called tools in turn {max_turns}, its last"))
 
     async def recite(self, prompt: Prompt, reply: str, *, tools: tuple[ToolSchema, ...] = ()) -> None:
         """Chat with a given reply: it is recorded as the policy's reply, and nothing is sampled."""
@@ -355,7 +355,7 @@ class Agent:
         assert task is not None
         self.request = (task, ended)
         try:
-            asked = await self._resumed(str(prompt)) if resumes else await self._asked(prompt, tools)
+            asked = await self._resume_context(str(prompt)) if resumes else await self._prompt_context(prompt, tools)
             if begin:
                 closing = after_thinking(self._policy.spell(asked.ids[-_LAST:]))
                 begin = begin if closing and begin.startswith(closing.strip()) else closing + begin
@@ -367,14 +367,14 @@ class Agent:
                 self._session.note(self, "user", prompt)
             start_s = self._session.age_s
             if recited is None:
-                turn = await self._sampled(asked.ids, max_new_tokens, stop, tell)
+                turn = await self._sample_turn(asked.ids, max_new_tokens, stop, tell)
             else:
                 turn = await self._policy.recite(asked.ids, recited)
             self._session.note_time("turn", "", start_s, self)
         except TaskTooLong as error:
             if not self._session.has_replies:
                 raise
-            raise self._stopped(ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}")) from None
+            raise self._mark_cut(ContextFull(f"{self.name}, turn {len(self.turns) + 1}: {error}")) from None
         finally:
             self.request = None
             ended.set_result(None)
@@ -386,7 +386,7 @@ class Agent:
         self.context = replace(asked, said=said, ids=(*asked.ids, *turn.output_ids), begun="")
         return begin + turn.text
 
-    async def _resumed(self, text: str) -> Context:
+    async def _resume_context(self, text: str) -> Context:
         before = self.context
         if not before.ids or before.unread or (before.said and before.said[-1]["role"] != "assistant"):
             raise ValueError(f"agent {self.name!r} has no reply to resume: call chat first")
@@ -397,7 +397,7 @@ class Agent:
             return replace(before, ids=ids)
         return replace(before, said=before.said[:-1], ids=ids, begun=before.said[-1]["content"] + text)
 
-    async def _asked(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
+    async def _prompt_context(self, prompt: Prompt | None, tools: tuple[ToolSchema, ...]) -> Context:
         before = self.context
         if not before.said and not before.is_plain and isinstance(prompt, str) and self._policy.has_chat_template:
             prompt = messages_of(prompt)
@@ -419,11 +419,11 @@ class Agent:
             begun = said[-1]["content"] if said[-1]["role"] == "assistant" else ""
             return Context(said[:-1] if begun else said, ids, begun=begun, opened_with=options, offered=tools)
         if tools and tools != before.offered:
-            new = appended(new, described(tools)) if new else messages_of(described(tools))
+            new = append_paragraph(new, describe_tools(tools)) if new else messages_of(describe_tools(tools))
         ids = await self._policy.extend(before.ids, before.said, new, before.opened_with)
         return replace(before, said=(*before.said, *new), ids=ids, offered=tools or before.offered)
 
-    async def _sampled(
+    async def _sample_turn(
         self, prompt_ids: tuple[int, ...], max_new_tokens: int | None, stop: tuple[str, ...], tell: Tell | None
     ) -> Turn:
         if max_new_tokens is not None and max_new_tokens < 1:
@@ -431,14 +431,14 @@ class Agent:
         session, policy = self._session, self._policy
         budget, purse = session.budget, session.purse
         if len(self.turns) >= budget.max_turns:
-            raise self._stopped(BudgetSpent(f"{self.name} had its {budget.max_turns} turns (max_turns)"))
+            raise self._mark_cut(BudgetSpent(f"{self.name} had its {budget.max_turns} turns (max_turns)"))
         most = policy.max_new_tokens if max_new_tokens is None else min(max_new_tokens, policy.max_new_tokens)
         if not (granted := purse.take_tokens(most)):
             num, key = budget.max_episode_tokens, "max_episode_tokens"
             if session.token_limit is not None and session.token_limit < (num or math.inf):
                 num, key = session.token_limit, "curation.length_cap"
             what = f"the {num} tokens of the episode, or its share of them, are sampled"
-            raise self._stopped(BudgetSpent(f"{self.name}: {what} ({key})"))
+            raise self._mark_cut(BudgetSpent(f"{self.name}: {what} ({key})"))
         seed = request_seed(session.seed, session.episode_index, self._num_asked, *self.path)
         self._num_asked += 1
         num_sampled = 0
@@ -451,12 +451,12 @@ class Agent:
         purse.num_sequential += num_sampled
         return turn
 
-    def _stopped(self, error: AgentStopped) -> AgentStopped:
+    def _mark_cut(self, error: AgentStopped) -> AgentStopped:
         self.is_cut = True
         return error
 
 
-def _told(call: Call, result: ToolResult) -> Message:
+def _tool_message(call: Call, result: ToolResult) -> Message:
     message = Message(role="tool", content=result.content, tool_call_id=call.id)
     if isinstance(call, ToolCall):
         message["name"] = call.name

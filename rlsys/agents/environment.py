@@ -19,7 +19,7 @@ from importlib import import_module
 from inspect import signature
 from types import ModuleType
 
-from rlsys.agents.session_record import appended, messages_of
+from rlsys.agents.session_record import append_paragraph, messages_of
 from rlsys.agents.tools import NO_TOOLS, Toolbox
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task
@@ -105,11 +105,13 @@ def needs(package: str, extra: str) -> ModuleType:
         raise ConfigError(f"{error}; pip install rlsys[{extra}]") from error
 
 
-def told(prompt: Prompt, observation: str) -> Prompt:
+def join_observation(prompt: Prompt, observation: str) -> Prompt:
     """Join a task's prompt and the first observation into the agent's first prompt."""
     if isinstance(prompt, str):
         return "\n".join(filter(None, (prompt, observation)))
-    return appended(prompt, observation) if prompt[-1]["role"] == "user" else (*prompt, *messages_of(observation))
+    return (
+        append_paragraph(prompt, observation) if prompt[-1]["role"] == "user" else (*prompt, *messages_of(observation))
+    )
 
 
 def _class_at(spec: str) -> Callable[..., Environment]:

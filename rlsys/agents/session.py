@@ -71,7 +71,7 @@ class Session(SessionRecord):
         Each gets an equal share of the remaining tokens and tool calls. Any other error is raised unchanged, and the
         other subagents are cancelled.
         """
-        return await self._side_by_side([_settled(each) for each in work])
+        return await self._side_by_side([_result_or_error(each) for each in work])
 
     @asynccontextmanager
     async def enter(self, environment: E, agent: Agent | None = None) -> AsyncIterator[E]:
@@ -84,11 +84,11 @@ class Session(SessionRecord):
         number = self._num_entered.get(path, 0)
         self._num_entered[path] = number + 1
         try:
-            with self.timed("environment", "reset", agent):
+            with self.record_span("environment", "reset", agent):
                 environment.opening = await environment.reset(self.task, environment_seed(self.seed, number, *path))
             yield environment
         finally:
-            with self.timed("environment", "close", agent):
+            with self.record_span("environment", "close", agent):
                 await environment.close()
 
     def episode(self) -> Episode:
@@ -145,7 +145,7 @@ class Session(SessionRecord):
         )
 
 
-async def _settled(work: Awaitable[T]) -> T | AgentStopped | ToolError:
+async def _result_or_error(work: Awaitable[T]) -> T | AgentStopped | ToolError:
     try:
         return await work
     except (AgentStopped, ToolError) as error:

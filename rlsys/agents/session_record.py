@@ -70,7 +70,7 @@ class Purse:
         self.calls -= num
         return True
 
-    def divided(self, num: int) -> list[Purse]:
+    def divide(self, num: int) -> list[Purse]:
         """Move the remaining budget into `num` equal shares; the first shares get one more if it does not divide."""
         tokens, calls = _shares(self.tokens, num), _shares(self.calls, num)
         self._set(0, 0)
@@ -157,11 +157,11 @@ class SessionRecord:
         return "\n".join([f"... {left_out} messages before", *lines] if left_out else lines)
 
     @contextmanager
-    def timed(self, kind: SpanKind, name: str, agent: Participant | None = None) -> Iterator[None]:
+    def record_span(self, kind: SpanKind, name: str, agent: Participant | None = None) -> Iterator[None]:
         """Record how long the block takes, for the timeline of the episode; see `EpisodeSpan`. Without `agent`, it
         counts as the root's.
 
-            with session.timed("environment", "step", agent):
+            with session.record_span("environment", "step", agent):
                 step = await world.step(reply)
         """
         start_s = self.age_s
@@ -213,7 +213,7 @@ class SessionRecord:
         if not work:
             return []
         purse = self.purse
-        shares = purse.divided(len(work))
+        shares = purse.divide(len(work))
         try:
             async with asyncio.TaskGroup() as group:
                 pairs = zip(work, shares, strict=True)
@@ -239,7 +239,7 @@ def messages_of(prompt: Prompt, role: str = "user") -> tuple[Message, ...]:
     return (Message(role=role, content=prompt),) if isinstance(prompt, str) else prompt
 
 
-def appended(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+def append_paragraph(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
     """Append a paragraph to the last message, since many chat templates refuse two messages of one role in a row."""
     *before, last = messages
     last = last.copy()

@@ -83,12 +83,12 @@ def message_of(text: str, id_prefix: str = "call") -> Message:
     return Message(role="assistant", content=content, tool_calls=[_as_json(call) for call in readable])
 
 
-def written_out(message: Message) -> Message:
+def with_calls_as_text(message: Message) -> Message:
     """Return a message with its `tool_calls` written as text, for templates and people; other messages unchanged."""
     if not message.get("tool_calls"):
         return message
     calls = [_function_of(call) for call in message.get("tool_calls", [])]
-    content = "\n".join(filter(None, [message["content"], *map(_written, calls)]))
+    content = "\n".join(filter(None, [message["content"], *map(_call_text, calls)]))
     return Message(role=message["role"], content=content)
 
 
@@ -109,11 +109,11 @@ def _function_of(call: Json) -> Json:
     return {"name": function.get("name"), "arguments": arguments}
 
 
-def _written(call: Json) -> str:
+def _call_text(call: Json) -> str:
     return f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}"
 
 
-def described(tools: Sequence[Mapping[str, Json]]) -> str:
+def describe_tools(tools: Sequence[Mapping[str, Json]]) -> str:
     """Describe tools (OpenAI schemas) in text, for a chat template that does not support tools."""
     schemas = "\n".join(json.dumps(dict(schema), ensure_ascii=False) for schema in tools)
     return (
@@ -131,14 +131,14 @@ def _read_at(text: str, start: int, call_id: str) -> tuple[Call, int]:
         value, end = STRICT_JSON.raw_decode(text, start)
         _check_text(value)
     except (ValueError, RecursionError) as error:
-        return _malformed(text, start, start, _PROBLEM.format(error=_reason(error)), call_id)
+        return _malformed_call(text, start, start, _PROBLEM.format(error=_reason(error)), call_id)
     closing = len(text) - len(text[end:].lstrip())
     if closing < len(text) and not text.startswith((CLOSE, OPEN), closing):
-        return _malformed(text, start, end, "there is more than one JSON object between the tags", call_id)
+        return _malformed_call(text, start, end, "there is more than one JSON object between the tags", call_id)
     return _call_of(value, text[start:end], call_id), end
 
 
-def _malformed(text: str, start: int, end: int, problem: str, call_id: str) -> tuple[Malformed, int]:
+def _malformed_call(text: str, start: int, end: int, problem: str, call_id: str) -> tuple[Malformed, int]:
     """Return a malformed call and its end, the next tag at or after `end`."""
     closed = min(at for tag in (CLOSE, OPEN, "") if (at := text.find(tag, end) if tag else len(text)) >= 0)
     if closed == len(text):

@@ -85,7 +85,7 @@ class Tool:
             "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
         }
 
-    def validated(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
+    def validate_arguments(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
         """Validate the arguments of a call. Raises pydantic's `ValidationError` if they do not fit."""
         if self.arguments is None:
             return arguments
@@ -174,7 +174,7 @@ class Toolbox:
         is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
         room = _threads.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
         try:
-            given = tool.validated(arguments)
+            given = tool.validate_arguments(arguments)
             if not tool.is_move:
                 async with nullcontext() if is_async else room, deadline:
                     value = function(**given) if is_async else await in_thread(function, given)

@@ -120,7 +120,7 @@ class Workflow(Budget):
         finally:
             await session.close()
         if isinstance(ended, ToolError):
-            return _failed(session, str(ended))
+            return _failed_episode(session, str(ended))
         if ended is not None and session.agents:
             session.agents[0].is_cut = True
         return session.episode()
@@ -166,10 +166,10 @@ async def play_or_fail(workflow: Workflow, session: Session, worker: str) -> Epi
     except (WorkflowError, DataError) as error:
         if not session.has_replies:
             raise
-        return _failed(session, str(error))
+        return _failed_episode(session, str(error))
 
 
-def _failed(session: Session, reason: str) -> Episode:
+def _failed_episode(session: Session, reason: str) -> Episode:
     """Episode of a session that failed, with what was said."""
     if not session.agents:
         return Episode((Trajectory(POLICY, (), failed(reason)),))

@@ -88,7 +88,7 @@ def plan_batch(
     `assigned[i]` are the advantages of `groups[i]`. The groups with something to train are cut, in order, into
     `num_updates` runs of nearly equally many groups, or into single groups if there are fewer. Within an update,
     samples of a group stay in one bundle, in the order of their tokens, so that shared prefixes are computed once. A
-    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equal cost (`balanced`), where attention
+    bundle that alone exceeds `max_tokens` is split. Ranks get bundles of about equal cost (`balance`), where attention
     of one token to one other costs `pair_cost` times as much as the rest of the model for a token. Each rank then fills
     micro-batches of at most `max_tokens`, or one sample. With `has_pairs` this limit also holds when every sample
     follows its partner's prompt. Samples without a trained token are left out. With `skips_zeros`, those whose
@@ -193,7 +193,7 @@ def _update(
     if not any(run):
         run = [weighted[0][:1]]
     bundles = _bundles(run, max_tokens, partner_prompts)
-    shares = balanced([bundle.num_tokens + pair_cost * bundle.num_attended for bundle in bundles], num_ranks)
+    shares = balance([bundle.num_tokens + pair_cost * bundle.num_attended for bundle in bundles], num_ranks)
     ranks = [_fill([bundles[i] for i in share], max_tokens) for share in shares]
     depth = max(len(r) for r in ranks)
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
@@ -306,15 +306,15 @@ def _fill(bundles: Sequence[_Bundle], max_tokens: int) -> list[MicroBatchPlan]:
     return [MicroBatchPlan(tuple(row.samples)) for row in rows]
 
 
-def balanced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
+def balance(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Split the indices of `sizes` into `num_parts` parts with nearly equal sums.
 
     Returns the better of two heuristics by the largest sum, which determines the waiting time; greedy in a draw.
 
-    >>> balanced([8, 7, 6, 5, 4], 2)
+    >>> balance([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
     """
-    ways = (greedy(sizes, num_parts), differenced(sizes, num_parts))
+    ways = (greedy(sizes, num_parts), largest_differencing(sizes, num_parts))
     return min(ways, key=lambda parts: max(sum(sizes[i] for i in part) for part in parts))
 
 
@@ -329,7 +329,7 @@ def greedy(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def differenced(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
+def largest_differencing(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Apply the largest differencing method (Karmarkar and Karp, 1982). Every size begins as a separate partition.
     Repeatedly, the two least even partitions are merged, the largest part of one with the smallest of the other, until
     one is left."""

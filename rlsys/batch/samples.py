@@ -76,7 +76,7 @@ class PlacedTurn:
     """Tokens of its prompt that were in the agent's context before; 0 where the context was rewritten."""
 
 
-def placed(trajectory: Trajectory) -> Iterator[PlacedTurn]:
+def place_turns(trajectory: Trajectory) -> Iterator[PlacedTurn]:
     """Yield every turn of a trajectory, in order."""
     sample, last = -1, None
     for turn in trajectory.turns:
@@ -95,7 +95,7 @@ def _goes_on(prompt_ids: Sequence[int], turn: Turn) -> bool:
 
 def _runs(trajectory: Trajectory) -> Iterator[list[tuple[int, Turn]]]:
     """Yield the turns of each sample, with their index in the trajectory; a turn without output is of none."""
-    spoken = ((index, one) for index, one in enumerate(placed(trajectory)) if one.turn.output_ids)
+    spoken = ((index, one) for index, one in enumerate(place_turns(trajectory)) if one.turn.output_ids)
     for _, run in groupby(spoken, key=lambda pair: pair[1].sample):
         yield [(index, one.turn) for index, one in run]
 
@@ -104,7 +104,7 @@ def samples_of(trajectory: Trajectory) -> Iterator[Sample]:
     """Yield the samples of one trajectory, in order. A turn without output gives none."""
     for run in _runs(trajectory):
         spans = tuple((index, len(turn.output_ids)) for index, turn in run)
-        yield _joined([turn for _, turn in run], spans)
+        yield _join_turns([turn for _, turn in run], spans)
 
 
 def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, int], Sample]]:
@@ -118,7 +118,7 @@ def samples_in(episodes: Iterable[Episode]) -> Iterator[tuple[tuple[int, int, in
                 yield (e, t, s), sample
 
 
-def _joined(run: list[Turn], spans: tuple[tuple[int, int], ...]) -> Sample:
+def _join_turns(run: list[Turn], spans: tuple[tuple[int, int], ...]) -> Sample:
     first = run[0]
     ids, trained, logprobs, length = [], [], [], len(first.prompt_ids)
     for turn in run:
@@ -129,7 +129,7 @@ def _joined(run: list[Turn], spans: tuple[tuple[int, int], ...]) -> Sample:
         length += len(observed) + len(turn.output_ids)
     versions = tuple(span for turn in run for span in turn.versions)
     is_trained, routing = BoolArray.over(b"".join(trained)), _routing_of(run)
-    joined = IntArray.joined(*ids), is_trained, FloatArray.joined(*logprobs)
+    joined = IntArray.of_parts(*ids), is_trained, FloatArray.of_parts(*logprobs)
     return Sample(first.prompt_ids, *joined, versions, routing, spans)
 
 
@@ -138,7 +138,7 @@ def without_repeats(trajectory: Trajectory) -> Trajectory:
     turns: list[Turn] = []
     num_before = 0
     """Positions that the sample has records of."""
-    for one in placed(trajectory):
+    for one in place_turns(trajectory):
         turn, num_before = one.turn, num_before if one.num_known else 0
         if _is_recorded(turn):
             first = turn.routing[0]

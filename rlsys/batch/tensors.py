@@ -70,7 +70,7 @@ class MicroBatch:
         num_trained_S = torch.tensor([np.count_nonzero(s.is_trained) for s in samples])
         before = [places[len(s.prompt_ids) - 1 :] for s, places in zip(samples, row.places, strict=True)]
 
-        def picked(rows: Sequence[Sequence[float]], dtype: type = np.float32) -> Tensor:
+        def select_trained(rows: Sequence[Sequence[float]], dtype: type = np.float32) -> Tensor:
             _check(rows, lengths)
             return torch.from_numpy(np.concatenate(rows, dtype=dtype)[is_trained])
 
@@ -83,13 +83,13 @@ class MicroBatch:
             positions_R=torch.from_numpy(row.positions_R),
             until_R=torch.from_numpy(row.until_R),
             before_N=torch.from_numpy(np.concatenate(before)[is_trained]),
-            targets_N=picked([s.completion_ids for s in samples], np.int64),
+            targets_N=select_trained([s.completion_ids for s in samples], np.int64),
             num_trained_S=num_trained_S,
             versions_N=torch.from_numpy(_versions(samples, num_trained_S.tolist())),
-            behavior_logprobs_N=picked([s.logprobs for s in samples]),
+            behavior_logprobs_N=select_trained([s.logprobs for s in samples]),
             advantages_N=_by_turn(samples, advantages, turns) if any(turns) else spread(advantages),
             weights_N=spread(token_weights),
-            columns_N={signal: picked(column) for signal, column in (columns or {}).items()},
+            columns_N={signal: select_trained(column) for signal, column in (columns or {}).items()},
             routing_RW=_routing(samples, row),
         )
 
@@ -145,7 +145,7 @@ class StepData:
         Raises `ValueError` if a column does not match its tokens.
         """
         if plan not in self._batches:
-            self._batches[plan] = self._built(plan)
+            self._batches[plan] = self._build_micro_batch(plan)
         batch = self._batches[plan]
         if not self._step_columns:
             return batch
@@ -155,7 +155,7 @@ class StepData:
                 raise ValueError(f"{signal} has {len(column_N)} entries for {len(batch.targets_N)} trained tokens")
         return replace(batch, columns_N={**batch.columns_N, **columns_N})
 
-    def _built(self, plan: MicroBatchPlan) -> MicroBatch:
+    def _build_micro_batch(self, plan: MicroBatchPlan) -> MicroBatch:
         found = [(r.group, *self._group(r.group)[r.episode, r.trajectory, r.sample]) for r in plan.samples]
         return MicroBatch.of(
             samples=[sample for _, _, sample in found],
@@ -172,7 +172,7 @@ class StepData:
         """Return the number of trained tokens of a planned micro-batch."""
         return sum(self._group(r.group)[r.episode, r.trajectory, r.sample][1].num_trained for r in plan.samples)
 
-    def mismatched(self, plan: MicroBatchPlan, partners: Sequence[int | None]) -> MicroBatch | None:
+    def mismatched_batch(self, plan: MicroBatchPlan, partners: Sequence[int | None]) -> MicroBatch | None:
         """Return the same completions, each after the first prompt of its group's partner; for scoring only.
 
         None if a group has no partner: then all groups of the step have one prompt, and none has a partner.
@@ -194,7 +194,7 @@ class StepData:
         return self._samples[group]
 
 
-def packed(samples: Sequence[Sample], max_tokens: int) -> Iterator[tuple[list[int], MicroBatch]]:
+def pack_for_scoring(samples: Sequence[Sample], max_tokens: int) -> Iterator[tuple[list[int], MicroBatch]]:
     """Yield micro-batches of at most `max_tokens` (or one sample) for scoring only, and the indices of their samples.
 
     Samples are taken in the order of their tokens, so that they share all prefixes.

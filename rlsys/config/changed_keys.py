@@ -55,7 +55,7 @@ def _defaults(section: type[BaseModel]) -> dict[str, Any]:
 
 def _of_plugin(kind: PluginKind[Any], name: object) -> dict[str, Any]:
     """Defaults of an installed plug-in; none for one that is not."""
-    if str(name) not in kind.installed():
+    if str(name) not in kind.entry_points():
         return {}
     try:
         plugin = kind.find(str(name))

@@ -24,18 +24,18 @@ _CREDENTIAL = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://[^/?#\s@]+@")
 """Start of a URL with a user name or password in it."""
 
 
-def nested(problems: Iterable[Problem], *, are_located: bool = False) -> PydanticCustomError:
+def nest_problems(problems: Iterable[Problem], *, are_located: bool = False) -> PydanticCustomError:
     """Combine several problems in one error, each relative to the field whose validator raises it, unless
     `are_located`: then locations are those of the whole configuration."""
     listed = list(problems)
-    text = "; ".join(f"{dotted(location)}: {text}" if location else text for location, text in listed)
+    text = "; ".join(f"{dotted_key(location)}: {text}" if location else text for location, text in listed)
     return PydanticCustomError(NESTED, "{text}", {"text": text, "problems": listed, "are_located": are_located})
 
 
 def refuse(problems: Iterable[Problem], *, are_located: bool = False) -> None:
-    """Raise these problems as one error, see `nested`, if there are any."""
+    """Raise these problems as one error, see `nest_problems`, if there are any."""
     if listed := list(problems):
-        raise nested(listed, are_located=are_located)
+        raise nest_problems(listed, are_located=are_located)
 
 
 def union_tag(name: str) -> str:
@@ -44,7 +44,7 @@ def union_tag(name: str) -> str:
 
 
 def problems_in(error: ValidationError) -> Iterator[Problem]:
-    """All problems, those inside `nested` errors at their full location."""
+    """All problems, those inside `nest_problems` errors at their full location."""
     for detail in error.errors(include_url=False):
         if detail["loc"][-1:] == ("[key]",) and detail["type"] == "literal_error":
             detail["type"] = "extra_forbidden"
@@ -64,14 +64,14 @@ def _text_of(detail: ErrorDetails) -> str:
     if detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return "required, and not given"
     if detail["type"] in ("model_type", "dataclass_type"):
-        return f"should be a section with keys (got {shown(detail['input'])})"
+        return f"should be a section with keys (got {short_repr(detail['input'])})"
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
         return text
-    return f"{text[0].lower()}{text[1:]} (got {shown(detail['input'])})"
+    return f"{text[0].lower()}{text[1:]} (got {short_repr(detail['input'])})"
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Value in an error message, at most 40 characters of it."""
     try:
         text = repr(value)
@@ -95,7 +95,7 @@ def problems_of_value(given: object, read: object, at: Location = ()) -> Iterato
             yield at, f"should be a number (got {str(given).lower()})"
     elif isinstance(given, int | float):
         if abs(given) > LARGEST:
-            yield at, f"should be a number of at most {LARGEST} (got {shown(given)})"
+            yield at, f"should be a number of at most {LARGEST} (got {short_repr(given)})"
     elif isinstance(given, Mapping) and isinstance(read, Mapping):
         for key, value in given.items():
             yield from problems_of_value(key, key, at)
@@ -116,7 +116,7 @@ def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean `{close[0]}`?" if close else otherwise
 
 
-def dotted(location: Location) -> str:
+def dotted_key(location: Location) -> str:
     """Location as a user types it: `train.betas[1]`."""
     text = ""
     for part in location:
@@ -133,12 +133,12 @@ def unknown_key(location: Location, keys: Mapping[tuple[str, ...], Sequence[str]
     siblings = keys.get(section, ())
     if not section and name in SECTIONS:
         return "unknown key; it is a section of verl: `rlsys convert FILE` converts its configurations"
-    if (habit := habit_of(dotted(location))) and not difflib.get_close_matches(name, siblings, n=1, cutoff=0.9):
+    if (habit := habit_of(dotted_key(location))) and not difflib.get_close_matches(name, siblings, n=1, cutoff=0.9):
         return f"unknown key; {habit.hint}"
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
-        return f"unknown key; did you mean `{dotted((*location[:-1], close[0]))}`?"
+        return f"unknown key; did you mean `{dotted_key((*location[:-1], close[0]))}`?"
     elsewhere = {key: where for where, names in keys.items() for key in names if where != section}
     if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8):
-        return f"unknown key; did you mean `{dotted((*elsewhere[close[0]], close[0]))}`?"
-    has = f"; {dotted(location[:-1]) or 'the top level'} has: {', '.join(siblings)}" if siblings else ""
+        return f"unknown key; did you mean `{dotted_key((*elsewhere[close[0]], close[0]))}`?"
+    has = f"; {dotted_key(location[:-1]) or 'the top level'} has: {', '.join(siblings)}" if siblings else ""
     return f"unknown key{has}"

@@ -66,7 +66,7 @@ def convert(path: Path) -> Conversion:
     """Convert a file. Raises `ConfigError` for a file of another kind, or one whose values are refused here."""
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: {_UNSUPPORTED}")
-    theirs = _resolved(dict(_leaves(tree_in(path))))
+    theirs = _resolve_references(dict(_leaves(tree_in(path))))
     is_verl = any(key.partition(".")[0] == "actor_rollout_ref" for key in theirs)
     known = habits_of("verl" if is_verl else "TRL")
     if not is_verl and len(known.keys() & theirs.keys()) < 2:
@@ -160,7 +160,7 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and value is not True and value > 0 else 0
 
 
-def _resolved(theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_references(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each value that is only a reference to another key, as in `${data.max_prompt_length}`."""
 
     def value_of(value: object) -> object:

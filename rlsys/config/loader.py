@@ -20,9 +20,9 @@ from rlsys.config.config_problems import (
     UNKNOWN,
     Location,
     Problem,
-    dotted,
+    dotted_key,
     problems_in,
-    shown,
+    short_repr,
     unknown_key,
     without_credentials,
 )
@@ -58,10 +58,10 @@ class Layer:
 def load(config: type[C], paths: Sequence[str | Path], overrides: Sequence[str]) -> C:
     """Read, merge and validate. Raises `ConfigError` with every problem, each with its key and source."""
     layers = [*(_read(Path(p)) for p in paths), *(_override(o) for o in overrides)]
-    return _validated(config, layers, ", ".join(str(p) for p in paths) or "command line")
+    return _validate_layers(config, layers, ", ".join(str(p) for p in paths) or "command line")
 
 
-def _validated(config: type[C], layers: Sequence[Layer], where: str) -> C:
+def _validate_layers(config: type[C], layers: Sequence[Layer], where: str) -> C:
     """Merge the layers and validate the result. `where` is the source of keys that none of them has."""
     merged, plugins = Layer({}), dict(_plugins_under(config))
     for layer in layers:
@@ -86,7 +86,7 @@ def tree_in(path: Path) -> Tree:
 
 def of_tree(config: type[C], tree: Tree, where: str) -> C:
     """Validate a tree of keys. Raises `ConfigError` with every problem; `where` is the source that it names."""
-    return _validated(config, [Layer(tree)], where)
+    return _validate_layers(config, [Layer(tree)], where)
 
 
 def load_sections(config: type[C], path: Path, sections: Collection[str], overrides: Sequence[str] = ()) -> C:
@@ -96,7 +96,7 @@ def load_sections(config: type[C], path: Path, sections: Collection[str], overri
     """
     layer = _read(path)
     tree = {name: value for name, value in layer.tree.items() if name in sections}
-    return _validated(config, [Layer(tree, layer.sources), *map(_override, overrides)], str(path))
+    return _validate_layers(config, [Layer(tree, layer.sources), *map(_override, overrides)], str(path))
 
 
 def texts_in(path: Path) -> Iterator[tuple[str, str]]:
@@ -105,7 +105,7 @@ def texts_in(path: Path) -> Iterator[tuple[str, str]]:
     while waiting:
         at, value = waiting.pop()
         if isinstance(value, str):
-            yield dotted(at), value
+            yield dotted_key(at), value
         elif isinstance(value, dict):
             waiting += [((*at, key), each) for key, each in value.items()]
         elif isinstance(value, list):
@@ -198,15 +198,17 @@ def _yaml_lines(node: Node | None, at: tuple[str, ...] = ()) -> Iterator[tuple[t
         entries = [(str(key.value), key, value) for key, value in node.value]
         for name, key, _ in entries:
             if str(key.tag) not in _KEY_TAGS or _UNPAIRED.search(name):
-                raise _NotYaml(key.start_mark.line + 1, f"the key {shown(key.value)} is no text; put it in quotes")
+                raise _NotYaml(key.start_mark.line + 1, f"the key {short_repr(key.value)} is no text; put it in quotes")
     elif isinstance(node, SequenceNode):
         entries = [(str(index), value, value) for index, value in enumerate(node.value)]
     elif len(node.value) > _MOST_DIGITS and str(node.tag) == f"{_TAG}int":
-        raise _NotYaml(line, f"{shown(node.value)} has too many digits")
+        raise _NotYaml(line, f"{short_repr(node.value)} has too many digits")
     elif _UNPAIRED.search(node.value):
-        raise _NotYaml(line, f"{shown(node.value)} contains half of a surrogate pair, which is no character")
+        raise _NotYaml(line, f"{short_repr(node.value)} contains half of a surrogate pair, which is no character")
     if str(node.tag) not in _TAGS:
-        raise _NotYaml(line, f"{shown(node.value)} is of the type {str(node.tag).removeprefix(_TAG)}; quote a text")
+        raise _NotYaml(
+            line, f"{short_repr(node.value)} is of the type {str(node.tag).removeprefix(_TAG)}; quote a text"
+        )
     for name, start, value in entries:
         yield (*at, name), start.start_mark.line + 1
         yield from _yaml_lines(value, (*at, name))
@@ -283,7 +285,7 @@ def _forget(sources: Sources, at: tuple[str, ...]) -> None:
 def _report(problems: list[Problem], config: type[BaseModel], merged: Layer, where: str) -> str:
     keys = _keys(config, merged.tree)
     lines = [
-        f"  {_source(location, merged.sources) or where}: {dotted(location)}: "
+        f"  {_source(location, merged.sources) or where}: {dotted_key(location)}: "
         + (unknown_key(location, keys) if text == UNKNOWN else text)
         for location, text in problems
     ]

@@ -24,11 +24,11 @@ from pydantic_core import CoreSchema, core_schema
 
 from rlsys.agents.workflow import Workflow
 from rlsys.algorithm import Algorithm
-from rlsys.config.config_problems import nearest, nested, problems_in, problems_of_value, refuse, shown
+from rlsys.config.config_problems import nearest, nest_problems, problems_in, problems_of_value, refuse, short_repr
 from rlsys.errors import ConfigError
 from rlsys.monitoring.tracker import TrackerPlugin
 from rlsys.stabilizer import StabilizerPlugin
-from rlsys.util.importing import imported
+from rlsys.util.importing import import_object
 
 P = TypeVar("P")
 
@@ -43,7 +43,7 @@ class PluginKind(Generic[P]):
     default: str | None
     """Default `type` of a section; None: `type` is required."""
 
-    def installed(self) -> dict[str, list[EntryPoint]]:
+    def entry_points(self) -> dict[str, list[EntryPoint]]:
         """Installed entry points by name; several under a name that more than one package defines."""
         by_name: dict[str, dict[str, EntryPoint]] = {}
         for point in _entry_points(f"rlsys.{self.name}s", _search_path()):
@@ -53,27 +53,27 @@ class PluginKind(Generic[P]):
     def find(self, name: str) -> type[P]:
         """Load the class of an installed name or a `module:Name`. Raises `ConfigError` with the missing name, or with
         the packages that define it twice."""
-        points = self.installed()
+        points = self.entry_points()
         if name in points:
             first, *others = points[name]
             if others:
                 claims = " and ".join(f"{point.value} of {_package(point)}" for point in (first, *others))
                 raise ConfigError(f"the {self.name} {name!r} is {claims}: uninstall one, or name it by `module:Name`")
-            return self._imported(first.value)
+            return self._import_class(first.value)
         if ":" in name:
-            return self._imported(name)
+            return self._import_class(name)
         remedy = nearest(name, points, f"installed: {', '.join(points) or 'none'}; or `module:Name`")
         raise ConfigError(f"no {self.name} is named {name!r}; {remedy}")
 
-    def _imported(self, spec: str) -> type[P]:
+    def _import_class(self, spec: str) -> type[P]:
         try:
-            found = imported(self.name, spec)
+            found = import_object(self.name, spec)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if not (isinstance(found, type) and issubclass(found, self.base) and dataclasses.is_dataclass(found)):
             base = f"{self.base.__module__}.{self.base.__qualname__}"
             raise ConfigError(f"{spec!r} is not a dataclass derived from {base}")
-        if undeclared := next(_undeclared(found), None):
+        if undeclared := next(_undeclared_names(found), None):
             raise ConfigError(
                 f"{spec!r} has the field {undeclared!r}, but is no dataclass: decorate it with "
                 "@dataclass(frozen=True, kw_only=True)"
@@ -83,7 +83,7 @@ class PluginKind(Generic[P]):
     def type_name(self, plugin: type[P]) -> str:
         """Value of `type` for this class: its installed name, else `module:Name`."""
         spec = f"{plugin.__module__}:{plugin.__qualname__}"
-        mine = (name for name, points in self.installed().items() if [point.value for point in points] == [spec])
+        mine = (name for name, points in self.entry_points().items() if [point.value for point in points] == [spec])
         return next(mine, spec)
 
     def read(self, section: object) -> P:
@@ -97,29 +97,31 @@ class PluginKind(Generic[P]):
         if isinstance(section, str):
             section = {"type": section}
         if not isinstance(section, Mapping):
-            raise nested([((), f"should be a name, or a section with a `type` and its keys (got {shown(section)})")])
+            raise nest_problems(
+                [((), f"should be a name, or a section with a `type` and its keys (got {short_repr(section)})")]
+            )
         fields = {str(key): value for key, value in section.items() if key != "type"}
         chosen = section.get("type", self.default)
         if chosen is None:
-            raise nested([(("type",), f"required: {', '.join(self.installed())} or `module:Name`")])
+            raise nest_problems([(("type",), f"required: {', '.join(self.entry_points())} or `module:Name`")])
         try:
             plugin = adapter(self.find(str(chosen))).validate_python(fields)
         except ConfigError as error:
-            raise nested([(("type",), str(error))]) from None
+            raise nest_problems([(("type",), str(error))]) from None
         except ValidationError as error:
-            raise nested(problems_in(error)) from None
+            raise nest_problems(problems_in(error)) from None
         odd = (problems_of_value(value, getattr(plugin, key), (key,)) for key, value in fields.items())
         refuse(chain.from_iterable(odd))
         return plugin
 
-    def chosen(self, section: object) -> type[P]:
+    def load_class(self, section: object) -> type[P]:
         """Load the class of a section. Raises `ConfigError` if there is none of its type."""
         if isinstance(section, self.base):
             return type(section)
         name = section.get("type", self.default) if isinstance(section, Mapping) else section
         return self.find(str(name))
 
-    def written(self, plugin: P) -> dict[str, Any]:
+    def to_section(self, plugin: P) -> dict[str, Any]:
         """Section that describes this plug-in: its type and every field."""
         fields = adapter(type(plugin)).dump_python(plugin, mode="json")
         return {"type": self.type_name(type(plugin)), **fields}
@@ -134,7 +136,7 @@ class PluginKind(Generic[P]):
         return ["type", *(f.name for f in dataclasses.fields(cast("Any", self.find(str(chosen)))))]
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
-        written = core_schema.plain_serializer_function_ser_schema(self.written)
+        written = core_schema.plain_serializer_function_ser_schema(self.to_section)
         return core_schema.no_info_plain_validator_function(self.read, serialization=written)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -145,18 +147,18 @@ class PluginKind(Generic[P]):
             "required": ["type"],
         }
         named = {"description": f"A {self.name} by its name or import path, with its defaults.", "type": "string"}
-        described = [self._described(name, plugin, handler) for name, plugin in self.loading().items()]
+        described = [self._plugin_schema(name, plugin, handler) for name, plugin in self.loading().items()]
         return {"anyOf": [*described, outside, named]}
 
     def loading(self) -> dict[str, type[P]]:
         """Installed plug-ins that load, by name. A broken package does not hide the others."""
         found: dict[str, type[P]] = {}
-        for name in self.installed():
+        for name in self.entry_points():
             with suppress(ConfigError):  # reported by `rlsys algorithms`, and when a configuration names it
                 found[name] = self.find(name)
         return found
 
-    def _described(self, name: str, plugin: type[P], handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def _plugin_schema(self, name: str, plugin: type[P], handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = deepcopy(handler.resolve_ref_schema(handler(adapter(plugin).core_schema)))
         for base in filter(dataclasses.is_dataclass, plugin.__mro__):  # pydantic ignores docstrings of bases
             for key, field in adapter(base).json_schema().get("properties", {}).items():
@@ -167,7 +169,7 @@ class PluginKind(Generic[P]):
         return cast("JsonSchemaValue", schema)
 
 
-def _undeclared(plugin: type[object]) -> Iterator[str]:
+def _undeclared_names(plugin: type[object]) -> Iterator[str]:
     """Annotated names of a plug-in that are not fields, because a class in its inheritance chain is not a dataclass."""
     fields = {field.name for field in dataclasses.fields(cast("Any", plugin))}
     for base in plugin.__mro__:

@@ -44,7 +44,7 @@ class PolicySection(RootModel[dict[str, Differences | None]]):
     def over(self, sections: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the differences into these sections. Sections that differ become trees; the others are unchanged."""
         own = {name: keys for name, keys in self.root.items() if name != "train" or keys is not None}
-        return {**sections, **{name: _laid_over(_tree(sections[name]), keys) for name, keys in own.items()}}
+        return {**sections, **{name: _merge_over(_tree(sections[name]), keys) for name, keys in own.items()}}
 
     @model_validator(mode="after")
     def _has_known_sections(self) -> Self:
@@ -107,15 +107,15 @@ def _tree(section: object) -> dict[str, Any]:
     if isinstance(section, Mapping):  # `resources`
         return {role: _tree(own) for role, own in section.items()}
     if isinstance(section, Algorithm):
-        return ALGORITHMS.written(section)
-    return STABILIZERS.written(section) if isinstance(section, StabilizerPlugin) else {}
+        return ALGORITHMS.to_section(section)
+    return STABILIZERS.to_section(section) if isinstance(section, StabilizerPlugin) else {}
 
 
-def _laid_over(tree: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _merge_over(tree: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Merge differences into a tree. A change of `type` replaces it, because the keys of the old type do not apply."""
     if own is None:
         return None
     if own.get("type", tree.get("type")) != tree.get("type"):
         return dict(own)
     are_nested = {key for key in own if isinstance(own[key], Mapping) and isinstance(tree.get(key), Mapping)}
-    return {**tree, **own, **{key: _laid_over(tree[key], own[key]) for key in are_nested}}
+    return {**tree, **own, **{key: _merge_over(tree[key], own[key]) for key in are_nested}}

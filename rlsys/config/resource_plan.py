@@ -63,7 +63,7 @@ class Plan:
 def plan_of(config: Config) -> Plan:
     """Compute the plan of a configuration."""
     roles = tuple(_roles(config))
-    trained = config.trained
+    trained = config.trained_policies
     num_cpus, num_gpus = needs(roles)
     return Plan(
         run_dir=str(config.run_dir),
@@ -95,7 +95,7 @@ def _roles(config: Config) -> Iterator[Role]:
         yield _reward(config)
     if not config.policies:
         yield from _learning(config)
-    for name, own in config.trained.items():
+    for name, own in config.trained_policies.items():
         yield from (replace(role, name=f"{role.name} of {name}") for role in _learning(own))
     if config.eval.every:
         yield _evaluation(config)

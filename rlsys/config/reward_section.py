@@ -22,14 +22,23 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.config_problems import UNKNOWN, Problem, nearest, nested, problems_in, refuse, shown, union_tag
+from rlsys.config.config_problems import (
+    UNKNOWN,
+    Problem,
+    nearest,
+    nest_problems,
+    problems_in,
+    refuse,
+    short_repr,
+    union_tag,
+)
 from rlsys.config.sections import Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S, SERVER, SERVER_TIMEOUT_S
 
 
-def _known(spec: str) -> str:
+def _check_name(spec: str) -> str:
     """Reject an unknown bare name. A function in a module is looked up later, because the import may be slow."""
     module, colon, name = spec.rpartition(":")
     if spec.endswith(".py"):
@@ -42,7 +51,7 @@ def _known(spec: str) -> str:
     return spec
 
 
-FunctionSpec = Annotated[str, AfterValidator(_known)]
+FunctionSpec = Annotated[str, AfterValidator(_check_name)]
 
 
 class RewardModelSection(Section):
@@ -90,7 +99,7 @@ class RewardItem(Section):
             except ValidationError as error:
                 has = f"unknown key; it has: {', '.join(RewardModelSection.model_fields)}"
                 problems = ((at, has if text == UNKNOWN else text) for at, text in problems_in(error))
-                raise nested([(("args", *at), text) for at, text in problems]) from None
+                raise nest_problems([(("args", *at), text) for at, text in problems]) from None
         return self
 
 
@@ -170,7 +179,7 @@ class RewardSection(Section):
             if i.fn != MODEL
         )
 
-    def rooted(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """Copy with absolute paths, because workers run in another folder."""
         if self.fn is None or isinstance(self.fn, str):
             return self.model_copy(update={"fn": self.fn and _absolute(self.fn)})
@@ -181,7 +190,7 @@ class RewardSection(Section):
     def _has_one_of_two_forms(cls, fn: object) -> object:
         if not isinstance(fn, str | list | tuple | None):
             raise ValueError(
-                f"give one function, such as `exact`, or a list, such as [{{fn: exact}}] (got {shown(fn)})"
+                f"give one function, such as `exact`, or a list, such as [{{fn: exact}}] (got {short_repr(fn)})"
             )
         items = [] if fn is None or isinstance(fn, str) else fn
         refuse(((i,), f"write it as {{fn: {item}}}") for i, item in enumerate(items) if isinstance(item, str))
@@ -212,7 +221,7 @@ class RewardSection(Section):
             own_s = spec.args.get("timeout_s", defaults.get(spec.fn))
             if spec.fn in defaults and isinstance(own_s, int | float) and own_s > self.timeout_s:
                 text = f"is {self.timeout_s:g}, and {spec.fn} waits {own_s:g} s for one request: raise it, or lower "
-                raise nested([(("timeout_s",), text + f"`timeout_s` in the args of {spec.label!r}")])
+                raise nest_problems([(("timeout_s",), text + f"`timeout_s` in the args of {spec.label!r}")])
         return self
 
 

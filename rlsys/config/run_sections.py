@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlsys.config.config_problems import Problem, nearest, refuse, shown, union_tag
+from rlsys.config.config_problems import Problem, nearest, refuse, short_repr, union_tag
 from rlsys.config.sections import EvalSection, Section
 
 
@@ -122,8 +122,9 @@ class CheckpointSection(Section):
     early_stopping_patience: NonNegativeInt = 0
     """Evaluations in a row without a better value of `best_by` that end the run early; needs `keep_best`. 0: never."""
     copy_to: str | None = None
-    """Folder or bucket to which each checkpoint is copied in the background, a URL of fsspec such as `s3://bucket/path`;
-    the copies of the run are in `copy_to/NAME`. Credentials come from the environment. None: no copies."""
+    """Folder or bucket to which each checkpoint is copied in the background, a URL of fsspec such as
+    `s3://bucket/path`; the copies of the run are in `copy_to/NAME`. Credentials come from the environment. None: no
+    copies."""
 
     @property
     def best_metric(self) -> str:
@@ -160,7 +161,7 @@ class CheckpointSection(Section):
     @classmethod
     def _is_url(cls, copy_to: str | None) -> str | None:
         if copy_to is not None and "://" not in copy_to:
-            raise ValueError(f"should be a URL, such as s3://bucket/path or file:///folder (got {shown(copy_to)})")
+            raise ValueError(f"should be a URL, such as s3://bucket/path or file:///folder (got {short_repr(copy_to)})")
         return copy_to and copy_to.rstrip("/")
 
 

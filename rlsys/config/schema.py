@@ -155,7 +155,7 @@ class Config(Section):
         return type(self).model_validate(self.policies[policy].over(sections))
 
     @property
-    def trained(self) -> dict[str, Config]:
+    def trained_policies(self) -> dict[str, Config]:
         """Configuration of every trained policy by name, if there are several."""
         return {name: self.of(name) for name, policy in self.policies.items() if not policy.is_frozen}
 
@@ -235,8 +235,8 @@ class Config(Section):
         if not (isinstance(rollout, Mapping) and isinstance(named, Mapping)) or "over" in named:
             return sections
         try:
-            over = WORKFLOWS.chosen(rollout.get("workflow", {})).loss_over
-            default = getattr(ALGORITHMS.chosen(named), "over", None)
+            over = WORKFLOWS.load_class(rollout.get("workflow", {})).loss_over
+            default = getattr(ALGORITHMS.load_class(named), "over", None)
         except ConfigError:  # reported where the section is read
             return sections
         is_filled = over is not None and default == "tokens"

@@ -149,7 +149,7 @@ def _is_name(text: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*", text, re.ASCII) is not None
 
 
-def _named(data: object) -> object:
+def _datasets_by_name(data: object) -> object:
     return {dataset_name(data): data} if isinstance(data, str) else {} if data is None else data
 
 
@@ -161,7 +161,7 @@ def _well_named(data: dict[str, str]) -> dict[str, str]:
 
 DataSets = Annotated[
     dict[str, Annotated[str, Field(min_length=1)]],
-    BeforeValidator(_named, json_schema_input_type=dict[str, str] | str | None),
+    BeforeValidator(_datasets_by_name, json_schema_input_type=dict[str, str] | str | None),
     AfterValidator(_well_named),
 ]
 
@@ -226,10 +226,10 @@ def _with_port(address: str | None) -> str | None:
 Dashboard = Annotated[str | None, AfterValidator(_with_port)]
 
 
-def _known(thresholds: dict[str, float | None]) -> dict[str, float | None]:
+def _check_rules(thresholds: dict[str, float | None]) -> dict[str, float | None]:
     there = f"there are: {', '.join(RULES)}"
     refuse(((name,), f"no such alert; {nearest(name, RULES, there)}") for name in thresholds if name not in RULES)
     return thresholds
 
 
-Thresholds = Annotated[dict[str, float | None], AfterValidator(_known)]
+Thresholds = Annotated[dict[str, float | None], AfterValidator(_check_rules)]

@@ -23,7 +23,7 @@ from rlsys.dashboard.index.sql_query import MOST_LETTERS, MOST_ROWS, TableQuery
 from rlsys.dashboard.query.queries import MOST_OPENED, Readings
 from rlsys.dashboard.query.table_queries import Tables
 from rlsys.dashboard.responses import Axis
-from rlsys.dashboard.security import refused
+from rlsys.dashboard.security import error_response
 from rlsys.dashboard.stream import Changes, TooManyPages
 from rlsys.errors import RlsysError
 
@@ -190,11 +190,11 @@ def _stream(changes: Changes) -> APIRouter:
         now = await changes.now(run)
         seen = int(last_event_id) if last_event_id.isdecimal() and last_event_id.isascii() else None
 
-        async def told():  # noqa: ANN202  (an async generator of messages)
+        async def change_events():  # noqa: ANN202  (an async generator of messages)
             async for change in changes.follow(run, now, seen):
                 yield ServerSentEvent(orjson.dumps(change).decode(), event="change", id=str(change.revision))
 
-        return EventSourceResponse(told(), ping=_HEARTBEAT_S)
+        return EventSourceResponse(change_events(), ping=_HEARTBEAT_S)
 
     return router
 
@@ -206,20 +206,20 @@ def _router() -> tuple[APIRouter, partial[Any]]:
 
 def _unreadable(request: Request, error: Exception) -> Response:
     """Answer an internal error with its text; the server logs the traceback."""
-    return refused(500, f"the dashboard itself failed, see its output: {type(error).__name__}: {error}")
+    return error_response(500, f"the dashboard itself failed, see its output: {type(error).__name__}: {error}")
 
 
 def _refused_by_reader(request: Request, error: RlsysError) -> Response:
     statuses: dict[type[RlsysError], int] = {NoSuch: 404, TooManyPages: 503}
-    return refused(statuses.get(type(error), 400), str(error))
+    return error_response(statuses.get(type(error), 400), str(error))
 
 
 def _not_understood(request: Request, error: RequestValidationError) -> Response:
-    return refused(400, "; ".join(f"{found['loc'][-1]}: {found['msg']}" for found in error.errors()))
+    return error_response(400, "; ".join(f"{found['loc'][-1]}: {found['msg']}" for found in error.errors()))
 
 
 def _not_there(request: Request, error: HTTPException) -> Response:
-    return refused(error.status_code, f"{request.url.path}: {error.detail}")
+    return error_response(error.status_code, f"{request.url.path}: {error.detail}")
 
 
 _HANDLERS: dict[Any, Any] = {

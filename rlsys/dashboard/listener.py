@@ -36,7 +36,7 @@ class Listener:
         return cls(bound, _access(bound, environ))
 
     @classmethod
-    def inherited(cls, fd: int, environ: Mapping[str, str] = os.environ) -> Listener:
+    def from_descriptor(cls, fd: int, environ: Mapping[str, str] = os.environ) -> Listener:
         """Socket bound and passed on by the parent process, with the token in the environment."""
         bound = socket.socket(fileno=fd)
         return cls(bound, _access(bound, environ))
@@ -52,7 +52,7 @@ class Listener:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """Environment variables with which a child can be `inherited` with the same token."""
+        """Environment variables with which a child can be `from_descriptor` with the same token."""
         return {} if self.access.token is None else {TOKEN_VARIABLE: self.access.token}
 
 

@@ -89,7 +89,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def refused(status: int, error: str, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(status: int, error: str, headers: Mapping[str, str] | None = None) -> Response:
     """Response with an `ErrorAnswer`."""
     return Response(orjson.dumps(asdict(ErrorAnswer(error))), status, headers, media_type="application/json")
 
@@ -120,16 +120,18 @@ class Guard:
         """Answer in place of the app's; None if the request is allowed."""
         access = self._access
         if request.method not in ("GET", "HEAD"):
-            return refused(405, f"{request.method}: the dashboard only shows, ask with GET", {"Allow": "GET, HEAD"})
+            return error_response(
+                405, f"{request.method}: the dashboard only shows, ask with GET", {"Allow": "GET, HEAD"}
+            )
         if access.is_loopback and not _names_loopback(request.headers.get("host", "")):
-            return refused(403, "the dashboard is for this machine: open it as localhost or 127.0.0.1")
+            return error_response(403, "the dashboard is for this machine: open it as localhost or 127.0.0.1")
         given = request.query_params.get("token")
         if access.token is not None and given is not None and access.admits(token=given):
             return self._exchange()
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not access.admits(token=bearer, cookie=request.cookies.get(access.cookie, "")):
             error = f"a token is needed: open the address that `rlsys dashboard` printed, or /?token=${TOKEN_VARIABLE}"
-            return refused(401, error, {"WWW-Authenticate": "Bearer"})
+            return error_response(401, error, {"WWW-Authenticate": "Bearer"})
         return None
 
     def _exchange(self) -> Response:

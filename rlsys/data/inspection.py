@@ -138,7 +138,9 @@ def inspect(
         kind=file.layout.form.kind,
         num_rows=len(file.tasks),
         num_answers=sum(task.answer is not None for task in file.tasks),
-        columns=tuple(ColumnReport(name, num, file.layout.became(name)) for name, num in _filled(file.rows).items()),
+        columns=tuple(
+            ColumnReport(name, num, file.layout.became(name)) for name, num in _count_filled(file.rows).items()
+        ),
         tasks=tuple(file.tasks[:_TASKS_SHOWN]),
         lengths=Lengths.of("tokens" if rendering else "characters", lengths),
         max_prompt_tokens=limit,
@@ -149,7 +151,7 @@ def inspect(
     )
 
 
-def _filled(rows: Sequence[Row]) -> dict[str, int]:
+def _count_filled(rows: Sequence[Row]) -> dict[str, int]:
     """Count the values other than null in every column, in order of first appearance."""
     num_filled = Counter(column for row in rows for column, value in row.items() if value is not None)
     return {column: num_filled[column] for row in rows for column in row}

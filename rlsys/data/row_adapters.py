@@ -175,7 +175,7 @@ def task_of(row: object, layout: Layout) -> Task:
     """Convert a row to a task. Raises `RowProblem` if it cannot be used."""
     source = layout.sources
     if not isinstance(row, dict):
-        raise RowProblem(f"the row is {named(row)}, not an object with a `{source['prompt']}`")
+        raise RowProblem(f"the row is {describe_type(row)}, not an object with a `{source['prompt']}`")
     _check(row, layout)
     prompt = _prompt_of(source["prompt"], value_at(row, source["prompt"]))
     found = value_at(row, source["answer"])
@@ -228,7 +228,7 @@ def _prompt_of(source: str, prompt: Json) -> Prompt:
             raise RowProblem(f"the `{source}` is empty")
         return prompt
     if not isinstance(prompt, list):
-        raise RowProblem(f"`{source}` is {named(prompt)}; give text or a list of messages")
+        raise RowProblem(f"`{source}` is {describe_type(prompt)}; give text or a list of messages")
     if not prompt:
         raise RowProblem(f"the `{source}` is empty")
     messages = tuple(message_of(source, number, message) for number, message in enumerate(prompt, 1))
@@ -283,10 +283,10 @@ def _text_in(where: str, content: Json) -> str | None:
 
 def _tools_of(value: Json) -> tuple[dict[str, Json], ...]:
     """Read the column `tools`: schemas in the OpenAI form, or their JSON text, as columnar files need it."""
-    found = _parsed("tools", value)
+    found = _parse_json("tools", value)
     if found is None:
         return ()
-    schemas = [_parsed("tools", tool) for tool in found] if isinstance(found, list) else []
+    schemas = [_parse_json("tools", tool) for tool in found] if isinstance(found, list) else []
     tools = [tool for tool in schemas if isinstance(tool, dict) and isinstance(tool.get("function"), dict)]
     if not isinstance(found, list) or len(tools) < len(schemas):
         form = '[{"type": "function", "function": {"name", "description", "parameters"}}]'
@@ -295,13 +295,15 @@ def _tools_of(value: Json) -> tuple[dict[str, Json], ...]:
 
 
 def _template_kwargs_of(value: Json) -> dict[str, Json]:
-    found = _parsed("chat_template_kwargs", value)
+    found = _parse_json("chat_template_kwargs", value)
     if found is not None and not isinstance(found, dict):
-        raise RowProblem(f"`chat_template_kwargs` is {named(found)}; give an object, as in {{enable_thinking: false}}")
+        raise RowProblem(
+            f"`chat_template_kwargs` is {describe_type(found)}; give an object, as in {{enable_thinking: false}}"
+        )
     return {name: value for name, value in (found or {}).items() if value is not None}
 
 
-def _parsed(column: str, value: Json) -> Json:
+def _parse_json(column: str, value: Json) -> Json:
     """Parse a value that is given as JSON text."""
     if not isinstance(value, str):
         return value
@@ -318,7 +320,7 @@ def without_nulls(value: dict[str, Json]) -> dict[str, Json]:
 
 def _text_of(source: str, value: Json) -> str | None:
     if isinstance(value, list | dict | bool):
-        raise RowProblem(f"`{source}` is {named(value)}; give text or a number")
+        raise RowProblem(f"`{source}` is {describe_type(value)}; give text or a number")
     return _as_text(source, value)
 
 
@@ -336,7 +338,7 @@ def _as_text(source: str, value: Json) -> str | None:
     return str(int(value) if isinstance(value, float) and float.is_integer(value) else value)
 
 
-def named(value: object) -> str:
+def describe_type(value: object) -> str:
     """Describe a value as `null` or by its type: `a list`, `an int`."""
     if value is None:
         return "null"
@@ -347,7 +349,7 @@ def named(value: object) -> str:
 # ---------------------------------------------------------------------------------------------------------- problems
 
 
-def listed(source: str, problems: Sequence[str], user: str = "") -> list[str]:
+def problem_lines(source: str, problems: Sequence[str], user: str = "") -> list[str]:
     """Write the lines of an error: the number of rows that cannot be used, and the first ten problems."""
     count = "1 row" if len(problems) == 1 else f"{len(problems)} rows"
     more = len(problems) - _PROBLEMS_SHOWN

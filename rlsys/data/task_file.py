@@ -100,7 +100,7 @@ def load_tasks(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> Seq
 def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
     """Read the tasks as `load_tasks` does, with the rows and their layout."""
     name = os.fspath(path)
-    opened, split = _opened(name)
+    opened, split = _open_rows(name)
     found = list(opened)
     rows = [row for _, row in found if isinstance(row, dict)]
     layout = row_adapters.sniff(rows, columns)
@@ -125,7 +125,7 @@ def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
                 lacking[problem.lacks].append(row)
     if problems:
         remedies = row_adapters.remedies(lacking, layout, rows)
-        raise DataError("\n  ".join([*row_adapters.listed(name, problems), *remedies]))
+        raise DataError("\n  ".join([*row_adapters.problem_lines(name, problems), *remedies]))
     if not tasks:
         raise DataError(f"{name}: no rows")
     return TaskFile(layout, rows, tasks, split)
@@ -134,7 +134,7 @@ def read(path: str | os.PathLike[str], columns: Columns = AS_FOUND) -> TaskFile:
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-def _opened(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
+def _open_rows(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
     """Open the rows at a `Place`, each with its position, e.g. `train.jsonl:3`; and the split, see `TaskFile`.
 
     Raises `DataError` if it cannot be read, or has several splits and none is named.
@@ -168,7 +168,7 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
                     yield from _array(path, text + lines.read())
                     return
                 if text.strip():
-                    yield f"{path}:{number}", _parsed(text)
+                    yield f"{path}:{number}", _parse_line(text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
@@ -182,7 +182,7 @@ def _array(path: Path, text: bytes) -> Iterator[tuple[str, object]]:
         yield f"{path}: row {number}", with_info_parsed(row) if isinstance(row, dict) else row
 
 
-def _parsed(line: bytes) -> object:
+def _parse_line(line: bytes) -> object:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:

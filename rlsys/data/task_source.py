@@ -117,7 +117,7 @@ class TaskSource:
         self._check_inside(cursor)
         if not self._shuffle:
             return self._tasks[cursor.position]
-        return self._tasks[permuted(cursor.position, len(self), epoch_seed(self._seed, cursor.epoch))]
+        return self._tasks[permute_index(cursor.position, len(self), epoch_seed(self._seed, cursor.epoch))]
 
     @property
     def num_drawn(self) -> int:
@@ -178,7 +178,7 @@ def content_hash(tasks: Sequence[Task]) -> str:
     return content.hexdigest()
 
 
-def permuted(index: int, size: int, seed: int) -> int:
+def permute_index(index: int, size: int, seed: int) -> int:
     """Map `index` by a pseudo-random permutation of `range(size)`, without building the permutation.
 
     A Feistel network over the smallest even number of bits that fits `size` permutes that power of two, for any round

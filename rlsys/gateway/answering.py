@@ -20,12 +20,12 @@ Samples: TypeAlias = Callable[[TellChoice | None], Awaitable[Replies]]
 """Samples the replies to a request; raises `Refused`."""
 
 
-def sent(body: bytes) -> web.Response:
+def json_response(body: bytes) -> web.Response:
     """Answer with a JSON object."""
     return web.Response(body=body, content_type="application/json")
 
 
-async def sent_as_events(
+async def stream_response(
     request: web.Request, answer: AnswerForm, sample: Samples, write_s: float
 ) -> web.StreamResponse:
     """Answer with events while the replies are sampled.
@@ -41,14 +41,14 @@ async def sent_as_events(
         texts[index] = text
         news.set()
 
-    async def sampled() -> Replies:
+    async def sample_and_wake() -> Replies:
         try:
             return await sample(tell)
         finally:
             news.set()
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    work = asyncio.create_task(sampled())
+    work = asyncio.create_task(sample_and_wake())
     try:
         while not work.done():
             await news.wait()

@@ -264,10 +264,10 @@ def read_request(body: bytes, kind: type[R]) -> R:
         raise Refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict):
         raise Refused(400, "the body is not a JSON object")
-    return checked(asked, kind)
+    return check_request(asked, kind)
 
 
-def checked(asked: Mapping[str, object], kind: type[R]) -> R:
+def check_request(asked: Mapping[str, object], kind: type[R]) -> R:
     """Check a parsed body, see `read_request`."""
     try:
         request = kind.model_validate(asked)
@@ -306,7 +306,7 @@ class ChatAnswer:
             }
             for index, choice in enumerate(choices)
         ]
-        return orjson.dumps(self._named("chat.completion", told, usage=usage_of(choices)))
+        return orjson.dumps(self._envelope("chat.completion", told, usage=usage_of(choices)))
 
     def opening(self) -> bytes:
         return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._asked.n or 1))
@@ -323,7 +323,7 @@ class ChatAnswer:
                 events.append(self._chunk(index, {"tool_calls": [{"index": number, **call}]}))
             events.append(self._chunk(index, {}, choice.finish, self._logprobs(choice)))
         if self._wants_usage:
-            events.append(event(self._named("chat.completion.chunk", [], usage=usage_of(choices))))
+            events.append(event(self._envelope("chat.completion.chunk", [], usage=usage_of(choices))))
         return b"".join([*events, DONE])
 
     def failure(self, error: Refused) -> bytes:
@@ -340,7 +340,7 @@ class ChatAnswer:
     ) -> bytes:
         choice: Json = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         usage = {"usage": None} if self._wants_usage else {}
-        return event(self._named("chat.completion.chunk", [choice], **usage))
+        return event(self._envelope("chat.completion.chunk", [choice], **usage))
 
     @property
     def _wants_usage(self) -> bool:
@@ -353,7 +353,7 @@ class ChatAnswer:
         calls = message.get("tool_calls")
         return {**told, "tool_calls": calls} if calls else told
 
-    def _named(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
+    def _envelope(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
         head = {"id": self._id, "object": kind, "created": int(time.time()), "model": self._asked.model}
         return {**head, "choices": choices, **more}
 

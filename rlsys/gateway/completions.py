@@ -62,7 +62,7 @@ class CompletionAnswer:
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
         told = [self._choice(index, c.message["content"], c) for index, c in enumerate(choices)]
-        return orjson.dumps(self._named(told, usage=usage_of(choices)))
+        return orjson.dumps(self._envelope(told, usage=usage_of(choices)))
 
     def opening(self) -> bytes:
         return b""
@@ -74,7 +74,7 @@ class CompletionAnswer:
         events = [self._more(index, c.message["content"], c) for index, c in enumerate(choices)]
         options = self._asked.stream_options
         if options is not None and options.include_usage:
-            events.append(event(self._named([], usage=usage_of(choices))))
+            events.append(event(self._envelope([], usage=usage_of(choices))))
         return b"".join([*events, DONE])
 
     def failure(self, error: Refused) -> bytes:
@@ -83,7 +83,7 @@ class CompletionAnswer:
     def _more(self, index: int, text: str, ended: Choice | None) -> bytes:
         new = text[len(self._sent[index]) :]
         self._sent[index] += new
-        return event(self._named([self._choice(index, new, ended)])) if new or ended else b""
+        return event(self._envelope([self._choice(index, new, ended)])) if new or ended else b""
 
     def _choice(self, index: int, text: str, ended: Choice | None) -> dict[str, object]:
         finish = ended.turn.finish if ended else None
@@ -95,6 +95,6 @@ class CompletionAnswer:
         names: list[Json] = [token_name(token) for token in choice.turn.output_ids]
         return {"tokens": names, "token_logprobs": list(choice.turn.logprobs), "top_logprobs": None, "text_offset": []}
 
-    def _named(self, choices: Sequence[object], **more: object) -> dict[str, object]:
+    def _envelope(self, choices: Sequence[object], **more: object) -> dict[str, object]:
         head = {"id": self._id, "object": "text_completion", "created": int(time.time()), "model": self._asked.model}
         return {**head, "choices": choices, **more}

@@ -172,13 +172,13 @@ async def _all_or_none(agents: Sequence[Agent], work: Sequence[Coroutine[Any, An
 
 def _key(message: Message) -> bytes:
     """Key that is equal for equivalent messages, however the client formats the arguments of a call."""
-    calls = [_told(call) for call in message.get("tool_calls", ())]
+    calls = [_call_key(call) for call in message.get("tool_calls", ())]
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     told = [message["role"], content, calls, message.get("tool_call_id"), message.get("name")]
     return orjson.dumps(told)
 
 
-def _told(call: Json) -> list[Json]:
+def _call_key(call: Json) -> list[Json]:
     assert isinstance(call, dict)
     function = call["function"]
     assert isinstance(function, dict)

@@ -41,7 +41,7 @@ from aiohttp.typedefs import Handler
 from rlsys.agents.agent import AgentStopped, ContextFull
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
-from rlsys.gateway.answering import Replies, Samples, in_openai_form, model_object, sent, sent_as_events
+from rlsys.gateway.answering import Replies, Samples, in_openai_form, json_response, model_object, stream_response
 from rlsys.gateway.answers import AnswerForm, Refused
 from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, read_request
 from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
@@ -150,7 +150,7 @@ class Endpoint:
         except Refused:
             raise
         except Exception as error:  # noqa: BLE001  (raised in the workflow)
-            raise self._refused(error) from None
+            raise self._refusal_response(error) from None
 
     async def while_sound(self, work: Awaitable[T]) -> T:
         """Run `work`, the client's side, and return its result.
@@ -166,7 +166,7 @@ class Endpoint:
                 raise self._failure.result()
             if task.cancelled():
                 raise RuntimeError("the agent cancelled itself")
-            if (error := task.exception()) and (refusal := self._told_by(error)):
+            if (error := task.exception()) and (refusal := self._find_refusal(error)):
                 raise refusal from error
             return task.result()
         finally:
@@ -181,7 +181,7 @@ class Endpoint:
                 work.cancel()
             await asyncio.wait(self._work)
 
-    def _refused(self, error: Exception) -> Refused:
+    def _refusal_response(self, error: Exception) -> Refused:
         match error:
             case ContextFull() | TaskTooLong():
                 code, param = "context_length_exceeded", "messages"
@@ -196,7 +196,7 @@ class Endpoint:
         self.refusals[code] = error
         return Refused(400, str(error), code=code, param=param)
 
-    def _told_by(self, error: BaseException) -> Refusal | None:
+    def _find_refusal(self, error: BaseException) -> Refusal | None:
         """Find the refusal that an error of the client's side reports, by its code or text in the error or its cause.
 
         Clients put the whole error body into an exception's text, programs print it to stderr, and libraries wrap it.
@@ -204,11 +204,11 @@ class Endpoint:
         every error has to report a refusal.
         """
         if isinstance(error, BaseExceptionGroup):
-            told = [self._told_by(each) for each in error.exceptions]
+            told = [self._find_refusal(each) for each in error.exceptions]
             return told[0] if all(told) else None
         text = str(error)
         found = (refusal for code, refusal in self.refusals.items() if code in text or str(refusal) in text)
-        return next(found, None) or (self._told_by(error.__cause__) if error.__cause__ else None)
+        return next(found, None) or (self._find_refusal(error.__cause__) if error.__cause__ else None)
 
 
 class Gateway:
@@ -220,7 +220,9 @@ class Gateway:
         self.endpoints: dict[int, Endpoint] = {}
         """Endpoints of open sessions, by number."""
         self._num_sessions = 0
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._written, in_openai_form, self._bounded])
+        app = web.Application(
+            client_max_size=MAX_BODY, middlewares=[self._write_response, in_openai_form, self._limit_connections]
+        )
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
         app.router.add_post("/s/{session}/v1/completions", self._complete)
         app.router.add_post("/s/{session}/v1/responses", self._respond)
@@ -285,13 +287,13 @@ class Gateway:
         endpoint = self._endpoint(request)
         asked = read_request(await self._body(request), ChatRequest)
         answer = ChatAnswer(endpoint.next_number(), asked)
-        return await self._answered(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
+        return await self._send_answer(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoint(request)
         asked = read_request(await self._body(request), CompletionRequest)
         answer = CompletionAnswer(endpoint.next_number(), asked)
-        return await self._answered(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
+        return await self._send_answer(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoint(request)
@@ -299,14 +301,14 @@ class Gateway:
         chat = asked.chat(endpoint.before(asked))
         answer = ResponsesAnswer(endpoint.next_number(), asked, chat)
         sample = partial(endpoint.respond, asked, chat, answer.id)
-        return await self._answered(request, answer, sample, is_streamed=asked.stream)
+        return await self._send_answer(request, answer, sample, is_streamed=asked.stream)
 
-    async def _answered(
+    async def _send_answer(
         self, request: web.Request, answer: AnswerForm, sample: Samples, *, is_streamed: bool | None
     ) -> web.StreamResponse:
         if is_streamed:
-            return await sent_as_events(request, answer, sample, self._limits.answer_s)
-        return sent(answer.whole(await sample(None)))
+            return await stream_response(request, answer, sample, self._limits.answer_s)
+        return json_response(answer.whole(await sample(None)))
 
     async def _body(self, request: web.Request) -> bytes:
         """Read a body. Waits for the client; unblocked by the body, its deadline, or the end of the connection."""
@@ -319,7 +321,7 @@ class Gateway:
             raise Refused(400, f"the body cannot be read: {error}") from None
 
     @web.middleware
-    async def _written(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _write_response(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Send the answer. Waits for the client to read it; unblocked by its deadline, or the end of the connection."""
         response = await handler(request)
         try:
@@ -332,7 +334,7 @@ class Gateway:
         return response
 
     @web.middleware
-    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _limit_connections(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse a request over a connection beyond the limit; earlier connections are served on."""
         server = self._runner.server
         assert server is not None
@@ -342,13 +344,13 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         models = [model_object(name, int(time.time())) for name in self._endpoint(request).models]
-        return sent(orjson.dumps({"object": "list", "data": models}))
+        return json_response(orjson.dumps({"object": "list", "data": models}))
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name not in self._endpoint(request).models:
             raise Refused(404, f"there is no model {name!r}", code="model_not_found", param="model")
-        return sent(orjson.dumps(model_object(name, int(time.time()))))
+        return json_response(orjson.dumps(model_object(name, int(time.time()))))
 
 
 def _over() -> Refused:

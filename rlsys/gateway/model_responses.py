@@ -15,7 +15,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from rlsys.gateway.answers import Choice, Refused, event, settled_text, token_name, usage_of
-from rlsys.gateway.chat_completions import ChatRequest, Lenient, Limit, ReplyRequest, checked
+from rlsys.gateway.chat_completions import ChatRequest, Lenient, Limit, ReplyRequest, check_request
 from rlsys.types import Json, Message
 
 _HERE = "only `function` is supported: the client runs the tools"
@@ -112,7 +112,7 @@ class ResponsesRequest(ReplyRequest):
             "response_format": self.text.format if self.text else None,
             "stream": self.stream,
         }
-        return checked(body, ChatRequest)
+        return check_request(body, ChatRequest)
 
     def messages(self) -> list[Message]:
         """Return the input as messages. Raises `Refused`, naming the item."""
@@ -176,7 +176,7 @@ class ResponsesAnswer:
         self._num_events = 0
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
-        return orjson.dumps(self._ended(choices))
+        return orjson.dumps(self._final_response(choices))
 
     def opening(self) -> bytes:
         empty = self._response("in_progress", [])
@@ -187,7 +187,7 @@ class ResponsesAnswer:
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         (choice,) = choices
-        response = self._ended(choices)
+        response = self._final_response(choices)
         events = [self._more(choice.message["content"])]
         for place, item in enumerate(self._output(choice)):
             events += self._of_message(item) if item["type"] == "message" else self._of_call(place, item)
@@ -229,7 +229,7 @@ class ResponsesAnswer:
         yield self._event("response.function_call_arguments.done", **done)
         yield self._event("response.output_item.done", output_index=place, item=item)
 
-    def _ended(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _final_response(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
         is_cut = choice.turn.finish == "length"
         used = usage_of(choices)

@@ -20,7 +20,7 @@ from pydantic import Field
 from rlsys.agents.agent import AgentStopped, Policy
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong
-from rlsys.gateway.answering import Replies, in_openai_form, model_object, sent, sent_as_events
+from rlsys.gateway.answering import Replies, in_openai_form, json_response, model_object, stream_response
 from rlsys.gateway.answers import AnswerForm, Refused
 from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, Lenient, read_request
 from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
@@ -82,19 +82,19 @@ class PolicyServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await self._body(request), _Chat)
         number = next(self._numbers)
-        return await self._answered(request, ChatAnswer(number, asked), asked, asked, number)
+        return await self._send_answer(request, ChatAnswer(number, asked), asked, asked, number)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await self._body(request), _Completion)
         number = next(self._numbers)
-        return await self._answered(request, CompletionAnswer(number, asked), asked, asked, number)
+        return await self._send_answer(request, CompletionAnswer(number, asked), asked, asked, number)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await self._body(request), _Responses)
         chat, number = asked.chat(()), next(self._numbers)
-        return await self._answered(request, ResponsesAnswer(number, asked, chat), asked, chat, number)
+        return await self._send_answer(request, ResponsesAnswer(number, asked, chat), asked, chat, number)
 
-    async def _answered(
+    async def _send_answer(
         self,
         request: web.Request,
         answer: AnswerForm,
@@ -104,12 +104,12 @@ class PolicyServer:
     ) -> web.StreamResponse:
         sample = partial(self.reply, drawing, asked, number)
         if asked.stream:
-            return await sent_as_events(request, answer, sample, DEFAULT_LIMITS.answer_s)
-        return sent(answer.whole(await sample(None)))
+            return await stream_response(request, answer, sample, DEFAULT_LIMITS.answer_s)
+        return json_response(answer.whole(await sample(None)))
 
     async def _models(self, request: web.Request) -> web.Response:
         self._check_token(request)
-        return sent(orjson.dumps({"object": "list", "data": [model_object(self._model, int(time.time()))]}))
+        return json_response(orjson.dumps({"object": "list", "data": [model_object(self._model, int(time.time()))]}))
 
     async def _body(self, request: web.Request) -> bytes:
         self._check_token(request)

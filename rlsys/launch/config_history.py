@@ -31,14 +31,14 @@ def keep_earlier(run: Path, text: str, start: PolicyVersion) -> None:
     if start and earlier.is_file() and (before := earlier.read_text()) != text:
         (run / KEPT).mkdir(exist_ok=True)
         write_atomically(run / KEPT / f"{_UNTIL}{STEP.format(start)}.yaml", before, is_private=True)
-    for path in _kept(run):
+    for path in _old_configs(run):
         if _end_of(path) > start:
             path.unlink()
 
 
 def path_at(run: Path, step: int) -> Path:
     """Path of the configuration that step `step` was trained with."""
-    return next((path for path in _kept(run) if _end_of(path) >= step), run / CONFIG)
+    return next((path for path in _old_configs(run) if _end_of(path) >= step), run / CONFIG)
 
 
 def changed_keys(run: Path, steps: Iterable[int]) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def changed_keys(run: Path, steps: Iterable[int]) -> tuple[str, ...]:
     return tuple(key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs))
 
 
-def _kept(run: Path) -> list[Path]:
+def _old_configs(run: Path) -> list[Path]:
     return sorted((run / KEPT).glob(f"{_UNTIL}step_*[0-9].yaml"), key=_end_of)
 
 

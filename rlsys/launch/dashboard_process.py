@@ -26,7 +26,7 @@ def dashboard_beside(config: Config) -> Iterator[None]:
     bound before the child starts. The child ends when its standard input closes, also if this process is killed.
     """
     try:
-        child = _started(config, config.dashboard) if config.dashboard else None
+        child = _start_dashboard(config, config.dashboard) if config.dashboard else None
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"rlsys: the dashboard did not start, training continues: {error}\n")
         child = None
@@ -37,13 +37,13 @@ def dashboard_beside(config: Config) -> Iterator[None]:
             _end(child, config.run_dir / "logs" / "dashboard.log")
 
 
-def _started(config: Config, address: str) -> subprocess.Popen[bytes]:
+def _start_dashboard(config: Config, address: str) -> subprocess.Popen[bytes]:
     from rlsys.dashboard.listener import Listener  # a slow import
 
     log = config.run_dir / "logs" / "dashboard.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     listener = Listener.bind(*dashboard_address(address))
-    url = listener.url if listener.access.token is None else f"see {_kept(listener.url, log.parent)}"
+    url = listener.url if listener.access.token is None else f"see {_write_url(listener.url, log.parent)}"
     fd = listener.socket.fileno()
     with listener.socket, log.open("ab") as output:
         child = subprocess.Popen(
@@ -59,7 +59,7 @@ def _started(config: Config, address: str) -> subprocess.Popen[bytes]:
     return child
 
 
-def _kept(url: str, folder: Path) -> Path:
+def _write_url(url: str, folder: Path) -> Path:
     """Write the URL to a file that only the owner of the run can read, because others may read the stderr of a job."""
     path = folder / "dashboard.url"
     path.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Confi
     """
     has_gpus = bool(config.resources["actor"].gpus or config.resources["rollout"].gpus)
     if has_gpus and not config.policies and _missing(config) and _has_model(config):
-        config = _with(config, _recorded(config))
+        config = _with(config, _resumed_values(config))
         if missing := _missing(config):
             check_architectures(config)
             config = _with(config, _of_gpus(config, missing, gpu_memory))
@@ -54,7 +54,7 @@ def _has_model(config: Config) -> bool:
     return (folder / "config.json").is_file() or (config.ray_address is None and not folder.is_dir())
 
 
-def filled_in(given: Config, config: Config) -> Iterator[str]:
+def filled_keys(given: Config, config: Config) -> Iterator[str]:
     """Yield the keys that `with_device_defaults` filled in, as overrides: `rollout.slots=64`."""
     yield from (f"{_SECTIONS[key]}.{key}={getattr(config, key)}" for key in _SECTIONS if key in _missing(given))
 
@@ -70,7 +70,7 @@ def _with(config: Config, values: Mapping[str, Any]) -> Config:
     return config.model_copy(update=filled)
 
 
-def _recorded(config: Config) -> dict[str, Any]:
+def _resumed_values(config: Config) -> dict[str, Any]:
     """Values of the run that is resumed; empty if there is none."""
     path = config.run_dir / CONFIG
     if config.run.resume not in ("auto", "must") or not path.is_file():

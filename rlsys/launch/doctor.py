@@ -89,9 +89,9 @@ def gather(address: str | None = None) -> Facts:
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         free_bytes=shutil.disk_usage(Path.cwd()).free,
-        versions={normalised(d.name): d.version for d in metadata.distributions()},
-        required=_required(metadata.requires("rlsys") or []),
-        locked=locked(LOCK.read_text()) if LOCK.exists() else {},
+        versions={normalise_name(d.name): d.version for d in metadata.distributions()},
+        required=_required_packages(metadata.requires("rlsys") or []),
+        locked=locked_versions(LOCK.read_text()) if LOCK.exists() else {},
         origins=origins(),
         sandbox_guards=guards,
         sandbox_problem=problem,
@@ -134,19 +134,19 @@ def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
     return frozenset(flags[1].split()) if flags else frozenset()
 
 
-def normalised(name: str) -> str:
+def normalise_name(name: str) -> str:
     """Package name as indexes compare it: `ruamel.yaml` -> `ruamel-yaml`."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _required(requirements: list[str]) -> frozenset[str]:
+def _required_packages(requirements: list[str]) -> frozenset[str]:
     names = (re.match(r"[\w.-]+", r) for r in requirements if "extra ==" not in r)
-    return frozenset(normalised(name[0]) for name in names if name)
+    return frozenset(normalise_name(name[0]) for name in names if name)
 
 
-def locked(text: str) -> dict[str, str]:
+def locked_versions(text: str) -> dict[str, str]:
     """Parse the `name==version` lines of a lock file."""
-    return {normalised(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
+    return {normalise_name(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
 
 
 def ray_token(environ: Mapping[str, str], default: Path) -> str | None:

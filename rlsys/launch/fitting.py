@@ -20,7 +20,7 @@ from rlsys.config.memory_plan import WorkerMemory, gigabytes, table_of
 from rlsys.config.resource_plan import plan_of
 from rlsys.config.train_section import ActivationCheckpointing
 from rlsys.errors import ConfigError
-from rlsys.launch.device_defaults import filled_in, with_device_defaults
+from rlsys.launch.device_defaults import filled_keys, with_device_defaults
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, engine_of
 from rlsys.launch.preflight import check_architectures, check_rows
 
@@ -154,15 +154,15 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
 
     own = memory_of_gpu() if memory is None else None
     planned = Gpus(gpus or ceil(reserved), memory or own or USUAL_GPU, is_assumed=not (memory or own))
-    for each in config.trained.values() or [config]:
+    for each in config.trained_policies.values() or [config]:
         check_architectures(each)
     given, config = config, with_device_defaults(config, planned.memory)
-    for each in config.trained.values() or [config]:
+    for each in config.trained_policies.values() or [config]:
         check_rows(each)
     workers, settings = PlannedWorkers(config, planned.memory), MemorySettings.of(config)
     found = (*workers.training(settings), *workers.sampling(settings))
     published = PublishedBytes.of(config, workers.published_bytes(settings))
-    plan = FittedPlan(planned, workers.num_gpus(found), found, published, tuple(filled_in(given, config)))
+    plan = FittedPlan(planned, workers.num_gpus(found), found, published, tuple(filled_keys(given, config)))
     if plan.fits or config.policies:
         return plan
     return replace(plan, advice=tuple(NearestPlan(config, workers, planned.count).advice(settings)))
@@ -219,9 +219,9 @@ class NearestPlan:
 
     def _training_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
         kinds: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
-        tokens = _halved(settings.micro_batch_tokens, least=self._config.max_context_tokens)
+        tokens = _halvings(settings.micro_batch_tokens, least=self._config.max_context_tokens)
         mesh = settings.mesh
-        counts = {*_halved(mesh.shard), *_doubled(mesh.shard, MOST_RANKS)}
+        counts = {*_halvings(mesh.shard), *_doublings(mesh.shard, MOST_RANKS)}
         meshes = [mesh.model_copy(update={"shard": n}) for n in counts if n * mesh.num_peers % mesh.expert == 0]
         savings = kinds[kinds.index(settings.activation_checkpointing) :], {settings.offload, True}
         for how, offload, positions, other in product(*savings, tokens, meshes):
@@ -232,14 +232,14 @@ class NearestPlan:
     def _sampling_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
         is_sharded = self._config.resources["rollout"].gpus >= 1 and engine_of(self._config) == "vllm"
         heads = self._workers.sizes(self._config.model.path).heads
-        counts = _doubled(settings.tensor_parallel, MOST_SHARDS)
+        counts = _doublings(settings.tensor_parallel, MOST_SHARDS)
         shards = [n for n in counts if is_sharded and heads % n == 0] or [settings.tensor_parallel]
-        for count, slots, replicas in product(shards, _halved(settings.slots), _halved(settings.replicas)):
+        for count, slots, replicas in product(shards, _halvings(settings.slots), _halvings(settings.replicas)):
             yield replace(settings, tensor_parallel=count, slots=slots, replicas=replicas)
 
     def _changes(self, before: MemorySettings, after: MemorySettings) -> str:
         """Write the differences as overrides."""
-        found = [f"{KEYS[name]}={getattr(after, name)}".lower() for name in _changed(before, after)]
+        found = [f"{KEYS[name]}={getattr(after, name)}".lower() for name in _changed_settings(before, after)]
         if after.tensor_parallel != before.tensor_parallel:
             found.append(f"resources.rollout.gpus={self._workers.replica_gpus(after):g}")
         return " ".join(found)
@@ -254,7 +254,7 @@ def _fitting_only(
             yield settings, workers
 
 
-def _halved(number: int, least: int = 1) -> list[int]:
+def _halvings(number: int, least: int = 1) -> list[int]:
     """Return a number and its halves down to `least`."""
     found = [number]
     while found[-1] // 2 >= least:
@@ -262,7 +262,7 @@ def _halved(number: int, least: int = 1) -> list[int]:
     return found
 
 
-def _doubled(number: int, most: int) -> list[int]:
+def _doublings(number: int, most: int) -> list[int]:
     """Return a number and its doubles up to `most`."""
     found = [number]
     while found[-1] * 2 <= most:
@@ -270,13 +270,13 @@ def _doubled(number: int, most: int) -> list[int]:
     return found
 
 
-def _changed(before: MemorySettings, after: MemorySettings) -> list[str]:
+def _changed_settings(before: MemorySettings, after: MemorySettings) -> list[str]:
     return [name for name in KEYS if getattr(before, name) != getattr(after, name)]
 
 
 def _distance(before: MemorySettings, after: MemorySettings) -> tuple[object, ...]:
     """Order of changes: by their number, then by the keys, then by how far a number moves."""
-    changed = _changed(before, after)
+    changed = _changed_settings(before, after)
     order = [*KEYS]
     moves = [abs(getattr(after, name) - getattr(before, name)) for name in NUMBERS]
     kinds = ("none", "selective", "full")

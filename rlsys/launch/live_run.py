@@ -26,7 +26,7 @@ from rlsys.config.loader import of_tree
 from rlsys.errors import DataError, Interrupted
 from rlsys.launch import preflight
 from rlsys.launch.notebook_chart import ChartSink, is_notebook
-from rlsys.launch.offline_commands import evaluate, exported
+from rlsys.launch.offline_commands import evaluate, export_once
 from rlsys.launch.train_run import Stopping, TrainResult, train_job
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.evaluation import EvalMetrics
@@ -222,7 +222,7 @@ def generate(config: Config, prompts: Sequence[Prompt], *, seed: int = 0) -> lis
 
     checkpoint = find_latest(config.run_dir / "checkpoints")
     if checkpoint is not None:
-        path = str(exported(checkpoint))
+        path = str(export_once(checkpoint))
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
     async def reply(policies: Mapping[str, Policy], index: int, prompt: Prompt) -> str:

@@ -36,7 +36,7 @@ class ChartSink:
         self._html, self._num_steps = ipython.HTML, 0
         self._rows: list[StepDone] = []
         self._end = ""
-        self._display: Any = ipython.display(ipython.HTML(self._drawn()), display_id=True)
+        self._display: Any = ipython.display(ipython.HTML(self._chart_html()), display_id=True)
 
     def handle(self, event: Event, time_s: float) -> None:
         if isinstance(event, RunStarted):
@@ -47,11 +47,11 @@ class ChartSink:
             self._end = f"{event.reason} {event.detail}".strip()
         else:
             return
-        self._display.update(self._html(self._drawn()))
+        self._display.update(self._html(self._chart_html()))
 
     def close(self) -> None: ...
 
-    def _drawn(self) -> str:
+    def _chart_html(self) -> str:
         step = self._rows[-1].step if self._rows else 0
         reward = f", reward {short(self._rows[-1].metrics['reward/mean'])}" if self._rows else ""
         state = self._end or ("training" if self._rows else "starting")

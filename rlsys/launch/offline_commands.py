@@ -89,7 +89,7 @@ def evaluate(
         preflight.check_model(config)
     if not config.eval.data:
         raise ConfigError("eval.data: there is nothing to evaluate on; give a file with --data [NAME=]PATH")
-    config = preflight.rooted(config)
+    config = preflight.with_absolute_paths(config)
     sets = preflight.eval_sets(config)
     checkpoint = run_folder.checkpoint_of(run.absolute(), "latest") if is_run else None
     try:
@@ -136,7 +136,7 @@ async def _evaluate(
     try:
         async with cluster.watch.during():
             ray_cluster.check_capacity(num_cpus, num_gpus)
-            model_path = config.model.path if checkpoint is None else str(exported(checkpoint))
+            model_path = config.model.path if checkpoint is None else str(export_once(checkpoint))
             with vitals.of_run(run, EVAL_FILES) if run else nullcontext():
                 rollouts, rewards = start_fixed_rollouts(config, model_path), start_rewards(config)
                 recorder = start_recorder(config, model_path)
@@ -145,13 +145,13 @@ async def _evaluate(
                     evaluator = evaluator_of(config, rollouts, rewards, sets, Events([ConsoleSink(total_steps=0)]))
                     record = recorder.write_evaluated if config.record.rollouts_every else None
 
-                    async def measured(name: str) -> EvalMetrics:
+                    async def measure_dataset(name: str) -> EvalMetrics:
                         if checkpoint is None:
                             return await evaluator.measure(name)
                         return await measure_and_keep(checkpoint, evaluator, name, record)
 
                     async with asyncio.TaskGroup() as work:
-                        measuring = {name: work.create_task(measured(name)) for name in sets}
+                        measuring = {name: work.create_task(measure_dataset(name)) for name in sets}
                     return {name: done.result() for name, done in measuring.items()}
                 finally:
                     recorder.close()
@@ -192,7 +192,7 @@ def _new_folder(folder: Path, dataset: str) -> str:
     raise AssertionError("unreachable")
 
 
-def exported(checkpoint: Path) -> Path:
+def export_once(checkpoint: Path) -> Path:
     """Export a checkpoint of a run as a model folder, once; it is stored with the checkpoint and deleted with it.
 
     A damaged model folder is written again. Raises `CheckpointError` if it cannot be written.
@@ -206,7 +206,7 @@ def exported(checkpoint: Path) -> Path:
     try:
         if (model := checkpoint / "model").exists() and model_problem_of(model):
             shutil.rmtree(model)
-        return made_once(model, make)
+        return make_once(model, make)
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint}: cannot write the model folder that is evaluated: {error.strerror or error}; write it "
@@ -214,7 +214,7 @@ def exported(checkpoint: Path) -> Path:
         ) from error
 
 
-def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
+def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
     """Create `folder` atomically with `make` unless it exists; of concurrent processes, the first one wins.
 
     Raises `OSError` if the folder can be neither written nor found.
@@ -287,7 +287,7 @@ def _best_step(run: Path) -> str:
         raise ConfigError(f"{run} has no best checkpoint (checkpoint.keep_best is 0): give a number, or latest")
     best, steps = best_of(config), [step_of(checkpoint) for checkpoint in newest_first(run / "checkpoints")]
     recall_scores(run / EVALUATIONS, read_state(latest), steps, best)
-    if not (ranked := best.ranked(steps)):
+    if not (ranked := best.rank_steps(steps)):
         raise CheckpointError(f"no checkpoint of {run} has a value of {best.metric} yet: give a number, or latest")
     return str(ranked[-1])
 
@@ -362,5 +362,5 @@ def inspect_data(
     from workers.text.tokenizer import TextTokenizer
 
     codec = TextTokenizer.load(model, (chat or ChatSection()).with_text())
-    rendering = Rendering(codec.opened, codec.encode, codec.extend, codec.spell, codec.template, codec.stop_texts)
+    rendering = Rendering(codec.encode_task, codec.encode, codec.extend, codec.spell, codec.template, codec.stop_texts)
     return inspect(path, columns, rendering, max_prompt_tokens)

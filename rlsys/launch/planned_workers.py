@@ -94,7 +94,7 @@ class PlannedWorkers:
         from workers.model.memory_counts import adapter_parameters
 
         total = 0
-        for own in self._config.trained.values() or [self._config]:
+        for own in self._config.trained_policies.values() or [self._config]:
             path, lora = own.model.path, own.train.lora
             count = adapter_parameters(path, lora) if lora else self.sizes(path).parameters
             total += VALUE_BYTES[settings.dtype] * count
@@ -105,7 +105,7 @@ class PlannedWorkers:
         if not self._config.policies:
             return tuple(self._learning(self._config, settings))
         found: list[WorkerMemory] = []
-        for name, own in self._config.trained.items():
+        for name, own in self._config.trained_policies.items():
             workers = self._learning(own, MemorySettings.of(own))
             found += (replace(worker, name=f"{worker.name} of {name}") for worker in workers)
         return tuple(found)

@@ -17,7 +17,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.gateway.policy_server import Drawing, PolicyServer
 from rlsys.launch import preflight, run_folder
-from rlsys.launch.offline_commands import exported
+from rlsys.launch.offline_commands import export_once
 from rlsys.loop.checkpoint import CONFIG
 from rlsys.types import POLICY
 
@@ -49,12 +49,12 @@ def config_to_serve(target: str, overrides: tuple[str, ...] = ()) -> tuple[Confi
         return config, run.name
     preflight.check_code(run, run / CONFIG, list(overrides))
     config = Config.load(run / CONFIG, list(overrides))
-    model = exported(run_folder.checkpoint_of(run.absolute(), "latest"))
+    model = export_once(run_folder.checkpoint_of(run.absolute(), "latest"))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}), run.name
 
 
 @asynccontextmanager
-async def served(config: Config, name: str, token: str) -> AsyncIterator[PolicyServer]:
+async def serve_policy(config: Config, name: str, token: str) -> AsyncIterator[PolicyServer]:
     """Load the policy, and yield its server."""
     from workers.rollout.local_policies import live_policies, sampling_as
 
@@ -69,7 +69,7 @@ async def served(config: Config, name: str, token: str) -> AsyncIterator[PolicyS
 
 async def _serve(config: Config, name: str, host: str, port: int, token: str, tell: Callable[[str], object]) -> None:
     """Serve until the task is cancelled, which Ctrl-C does."""
-    async with served(config, name, token) as server:
+    async with serve_policy(config, name, token) as server:
         runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True)
         await runner.setup()
         try:

@@ -99,14 +99,14 @@ def check_architectures(config: Config) -> None:
 
     A folder without that file is passed over: a dry run needs no more than its tokenizer, and workers refuse it.
     """
-    from workers.model.model_loading import supported
+    from workers.model.model_loading import supported_outline
 
     paths = {"model.path": config.model.path}
     if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():
         if Path(path, "config.json").is_file() or not Path(path).is_dir():
-            supported(path, key, max_context=config.max_context_tokens)
+            supported_outline(path, key, max_context=config.max_context_tokens)
 
 
 def check_rows(config: Config) -> None:
@@ -136,7 +136,7 @@ def look_up(config: Config) -> Data:
         texts = [(key_of(source), tasks) for source, tasks in parts.items()]
         texts += [(f"eval.data.{name}", tasks) for name, tasks in data.eval.items()]
         for own in [config.of(name) for name in config.policies] or [config]:
-            _check_texts(own, texts, is_trained=not config.policies or own in config.trained.values())
+            _check_texts(own, texts, is_trained=not config.policies or own in config.trained_policies.values())
     return data
 
 
@@ -278,50 +278,52 @@ def _check_rewards(key: str, tasks: Sequence[Task], config: Config, source: str)
         raise ConfigError(f"{key}: {error}") from error
 
 
-def rooted(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """Copy of the configuration with absolute paths, because workers run in another folder, and with the text of the
     chat template, so that a resume has the same one."""
     path = config.data.path
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
-        "reward": config.reward.rooted(),
+        "reward": config.reward.with_absolute_paths(),
         "rollout": config.rollout.model_copy(update={"chat": config.rollout.chat.with_text()}),
         "data": config.data.model_copy(
-            update={"path": _rooted(path) if isinstance(path, str) else tuple(map(_rooted_source, path))}
+            update={"path": _absolute_place(path) if isinstance(path, str) else tuple(map(_rooted_source, path))}
         ),
-        "eval": config.eval.model_copy(update={"data": {n: _rooted(path) for n, path in config.eval.data.items()}}),
+        "eval": config.eval.model_copy(
+            update={"data": {n: _absolute_place(path) for n, path in config.eval.data.items()}}
+        ),
     }
     for name, section in (("model", config.model), ("critic", config.critic), ("reference", config.reference)):
         if section.path is not None:
-            update[name] = section.model_copy(update={"path": _rooted_folder(section.path)})
+            update[name] = section.model_copy(update={"path": _absolute_folder(section.path)})
     if config.train.lora and config.train.lora.path is not None:
-        lora = config.train.lora.model_copy(update={"path": _rooted_folder(config.train.lora.path)})
+        lora = config.train.lora.model_copy(update={"path": _absolute_folder(config.train.lora.path)})
         update["train"] = config.train.model_copy(update={"lora": lora})
-    update["policies"] = {name: _rooted_policy(policy) for name, policy in config.policies.items()}
+    update["policies"] = {name: _absolute_policy(policy) for name, policy in config.policies.items()}
     return config.model_copy(update=update)
 
 
-def _rooted_policy(policy: PolicySection) -> PolicySection:
+def _absolute_policy(policy: PolicySection) -> PolicySection:
     own = {name: policy.own(name) for name in ("model", "critic")}
-    paths = {name: _rooted_folder(keys["path"]) for name, keys in own.items() if keys.get("path") is not None}
+    paths = {name: _absolute_folder(keys["path"]) for name, keys in own.items() if keys.get("path") is not None}
     update = {name: {**own[name], "path": path} for name, path in paths.items()}
     train = policy.own("train")
     if (lora := train.get("lora")) and lora.get("path") is not None:
-        update["train"] = {**train, "lora": {**lora, "path": _rooted_folder(lora["path"])}}
+        update["train"] = {**train, "lora": {**lora, "path": _absolute_folder(lora["path"])}}
     return PolicySection(policy.root | update)
 
 
 def _rooted_source(source: SourceSection) -> SourceSection:
-    return source if source.is_proposed else source.model_copy(update={"path": _rooted(source.path)})
+    return source if source.is_proposed else source.model_copy(update={"path": _absolute_place(source.path)})
 
 
-def _rooted_folder(path: str) -> str:
+def _absolute_folder(path: str) -> str:
     """Absolute path of a model folder; a hub name is unchanged."""
     folder = Path(path)
     return str(folder.absolute()) if folder.is_dir() else path
 
 
-def _rooted(path: str) -> str:
+def _absolute_place(path: str) -> str:
     return str(Place.of(path).absolute())
 
 

@@ -31,7 +31,9 @@ def check_prompts(config: Config, key: str, tasks: Sequence[Task]) -> None:
     if not config.rollout.workflow.opens_with_prompt:
         return
     first = tasks[:NUM_MEASURED]
-    lengths = [len(_opened(tokenizer, key, task)) for task in [*first, *_of_new_roles(tasks[NUM_MEASURED:], first)]]
+    lengths = [
+        len(_encode_prompt(tokenizer, key, task)) for task in [*first, *_of_new_roles(tasks[NUM_MEASURED:], first)]
+    ]
     _check_rendered_once(tokenizer, key, first[0])
     most = config.data.max_prompt_tokens
     if min(lengths) > most:
@@ -75,9 +77,9 @@ def _check_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
         )
 
 
-def _opened(tokenizer: TextTokenizer, key: str, task: Task) -> tuple[int, ...]:
+def _encode_prompt(tokenizer: TextTokenizer, key: str, task: Task) -> tuple[int, ...]:
     try:
-        return tokenizer.opened(task)
+        return tokenizer.encode_task(task)
     except DataError as error:
         raise DataError(f"{key}: task {task.id}: {error}") from error
 

@@ -45,7 +45,7 @@ def try_rewards(config: Config) -> list[TriedReward]:
         worker = RewardWorker(functions, 1, config.reward.timeout_s)
         try:
             return [
-                TriedReward(task, _reply(task), *await worker.score(task, (_answered(task),)))
+                TriedReward(task, _reply(task), *await worker.score(task, (_answer_episode(task),)))
                 for task in firsts.values()
             ]
         finally:
@@ -70,6 +70,6 @@ def _reply(task: Task) -> str:
     return task.answer or ""
 
 
-def _answered(task: Task) -> Episode:
+def _answer_episode(task: Task) -> Episode:
     turn = Turn((), (), (), (), "stop", _reply(task))
     return Episode((Trajectory(POLICY, (turn,)),))

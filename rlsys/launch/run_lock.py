@@ -17,7 +17,7 @@ LOCK = "run.lock"
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def lock_run(run_dir: Path) -> Iterator[None]:
     """Keep other runs out of an existing run directory during the block.
 
     The kernel releases the lock when this process ends in any way. On a network file system the lock reaches as far as

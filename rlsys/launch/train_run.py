@@ -26,7 +26,7 @@ from rlsys.errors import ClusterLost, ConfigError, Interrupted, full_text
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
-from rlsys.launch.run_lock import locked
+from rlsys.launch.run_lock import lock_run
 from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
 from rlsys.loop.checkpoint import find_latest, step_of
@@ -157,16 +157,16 @@ def train_job(
     """Run one training job; see `rlsys.train`. `sinks` get the events of the run, `stopping` may end it earlier."""
     began = time.monotonic()
     preflight.prepare_imports()
-    config = with_device_defaults(preflight.with_steps(preflight.rooted(config)))
+    config = with_device_defaults(preflight.with_steps(preflight.with_absolute_paths(config)))
     run_folder.check_run_dir(config)
     check_trackers(config)
-    owns = config.trained if config.policies else {POLICY: config}
+    owns = config.trained_policies if config.policies else {POLICY: config}
     if not config.run_dir.is_dir():
         for own in owns.values():
             if not run_folder.may_fetch(own):
                 run_folder.start_of(own)  # a run that is refused leaves no folder
         run_folder.make_run_dir(config)
-    with locked(config.run_dir):
+    with lock_run(config.run_dir):
         starts = {name: run_folder.start_of(own) for name, own in owns.items()}
         with native_output_in(config.run_dir / "logs" / "driver.log"), dashboard_beside(config):
             job = TrainingJob.of(config, owns, starts, began, progress=progress)

@@ -22,7 +22,7 @@ from rlsys.errors import ConfigError, DataError
 from rlsys.launch.preflight import check_model, prepare_imports, training_tasks
 from rlsys.rewards.reward_function import RewardInput, RewardSum
 from rlsys.types import POLICY, Episode, Json, Score, Task
-from rlsys.util.importing import imported
+from rlsys.util.importing import import_object
 from rlsys.util.seeds import group_seed
 
 _NONE = "none"
@@ -128,24 +128,24 @@ def try_workflow(
     workflow = config.rollout.workflow
     workflow.check([row], group_size=config.algorithm.group_size, distribution=config.rollout.distribution)
     name = type(workflow).__name__
-    session, episode, samples = asyncio.run(_played(config, row, _policies(config, policy), seed))
+    session, episode, samples = asyncio.run(_play_task(config, row, _policies(config, policy), seed))
     score = None
     if rewards is not None and not episode.trajectories[0].outcome.is_failed:
         (score,) = rewards.score(row, [RewardInput.of(episode)])
     return Tried(name, row, episode, tuple(session.log), score, samples)
 
 
-async def _played(
+async def _play_task(
     config: Config, task: Task, policies: AbstractAsyncContextManager[Mapping[str, Policy]], seed: int
 ) -> tuple[Session, Episode, tuple[ShownSample, ...]]:
     async with policies as speaking:
         workflow = config.rollout.workflow
         session = workflow.session(task, speaking, seed, 0, config.agents)
         episode = await play(workflow, session, "rlsys workflow try")
-        return session, episode, tuple(_shown(episode, speaking))
+        return session, episode, tuple(_shown_samples(episode, speaking))
 
 
-def _shown(episode: Episode, policies: Mapping[str, Policy]) -> Iterator[ShownSample]:
+def _shown_samples(episode: Episode, policies: Mapping[str, Policy]) -> Iterator[ShownSample]:
     for index, trajectory in enumerate(episode.trajectories):
         policy = policies[trajectory.policy]
         stops = f", replies end at {' '.join(policy.stop_texts)}" if policy.stop_texts else ""
@@ -155,7 +155,7 @@ def _shown(episode: Episode, policies: Mapping[str, Policy]) -> Iterator[ShownSa
 
 def _policies(config: Config, script: str | None) -> AbstractAsyncContextManager[Mapping[str, Policy]]:
     if script is not None:
-        scripted = _scripted(script, config.rollout.max_new_tokens)
+        scripted = _scripted_policy(script, config.rollout.max_new_tokens)
         return nullcontext(dict.fromkeys(config.policies or [POLICY], scripted))
     if config.model.path == _NONE:
         raise ConfigError(
@@ -168,7 +168,7 @@ def _policies(config: Config, script: str | None) -> AbstractAsyncContextManager
     return live_policies(config)
 
 
-def _scripted(script: str, max_new_tokens: int) -> Policy:
+def _scripted_policy(script: str, max_new_tokens: int) -> Policy:
     from rlsys.testing.scripted_policy import ScriptedPolicy
 
     where, colon, what = script.partition(":")
@@ -176,7 +176,7 @@ def _scripted(script: str, max_new_tokens: int) -> Policy:
         return ScriptedPolicy(lambda prompt: what, max_new_tokens)
     remedy = "give scripted:REPLY, or module:function of yours, from text to text"
     try:
-        reply = imported("policy", script)
+        reply = import_object("policy", script)
     except ValueError as error:
         raise ConfigError(f"--policy: {error}; {remedy}") from error
     if not callable(reply):

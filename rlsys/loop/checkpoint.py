@@ -129,7 +129,7 @@ class Checkpoints:
         """
         return SavedStep(self, step, state, files_in)
 
-    def begun(self, step: int) -> None:
+    def mark_begun(self, step: int) -> None:
         """Note that the state of a step is copied."""
         self._begun = step
 
@@ -147,7 +147,7 @@ class Checkpoints:
         return final
 
     @contextmanager
-    def removed_on_failure(self, step: int, partial: Path) -> Iterator[None]:
+    def remove_on_failure(self, step: int, partial: Path) -> Iterator[None]:
         """Remove a checkpoint that fails half way. If no worker is the cause, name the last good one in its error."""
         try:
             yield
@@ -166,17 +166,17 @@ class Checkpoints:
             raise
 
     def _retire(self) -> None:
-        """Delete all checkpoints but those of `kept`. `latest` names the newest."""
+        """Delete all checkpoints but those of `steps_to_keep`. `latest` names the newest."""
         checkpoints = list(newest_first(self.folder))
-        kept = self.kept([step_of(checkpoint) for checkpoint in checkpoints])
+        kept = self.steps_to_keep([step_of(checkpoint) for checkpoint in checkpoints])
         for old in checkpoints:
             if step_of(old) not in kept:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def kept(self, steps: Sequence[int]) -> set[int]:
+    def steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         """Return those of `steps`, newest first, whose checkpoints are kept: the newest `keep_last`, and the
         best."""
-        return {*steps[: self.keep_last]} | self.best.kept(steps)
+        return {*steps[: self.keep_last]} | self.best.steps_to_keep(steps)
 
 
 @dataclass
@@ -192,16 +192,16 @@ class SavedStep:
         self._partial = (self.checkpoints.folder / STEP.format(self.step)).with_suffix(".tmp")
         self._files = self.files_in(self._partial)
 
-    async def copied(self) -> None:
-        with self.checkpoints.removed_on_failure(self.step, self._partial):
+    async def take_copy(self) -> None:
+        with self.checkpoints.remove_on_failure(self.step, self._partial):
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
-            await self._files.copied()
-        self.checkpoints.begun(self.step)
+            await self._files.take_copy()
+        self.checkpoints.mark_begun(self.step)
 
-    async def written(self) -> Path:
-        with self.checkpoints.removed_on_failure(self.step, self._partial):
-            files = await self._files.written()
+    async def write_copy(self) -> Path:
+        with self.checkpoints.remove_on_failure(self.step, self._partial):
+            files = await self._files.write_copy()
             final = await asyncio.to_thread(self.checkpoints.complete, self.state, self._partial, files)
         self.checkpoints.last_saved = self.step
         return final
@@ -400,10 +400,10 @@ def check_seen(folder: Path, files: Files) -> None:
             )
 
 
-async def saved(saving: Saving[T]) -> T:
+async def copy_and_write(saving: Saving[T]) -> T:
     """Await both parts of a saving, where nothing goes on between them."""
-    await saving.copied()
-    return await saving.written()
+    await saving.take_copy()
+    return await saving.write_copy()
 
 
 class SavedModels:
@@ -412,12 +412,12 @@ class SavedModels:
     def __init__(self, workers: Workers, folder: Path) -> None:
         self._savings = {name: model.save(folder / name) for name, model in workers.models.items()}
 
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         for saving in self._savings.values():
-            await saving.copied()
+            await saving.take_copy()
 
-    async def written(self) -> Files:
-        of_models = await asyncio.gather(*(saving.written() for saving in self._savings.values()))
+    async def write_copy(self) -> Files:
+        of_models = await asyncio.gather(*(saving.write_copy() for saving in self._savings.values()))
         named = zip(self._savings, of_models, strict=True)
         return {f"{name}/{file}": num_bytes for name, files in named for file, num_bytes in files.items()}
 

@@ -64,14 +64,14 @@ class BestCheckpoints:
         )
         return f"stopped early: {self.metric} did not improve in {num_since} evaluations; {there}"
 
-    def ranked(self, steps: Sequence[int]) -> list[int]:
+    def rank_steps(self, steps: Sequence[int]) -> list[int]:
         """Return those of `steps` that have a value, the best last; of equal ones, the newest is the best."""
         sign = 1 if self.is_highest else -1
         scored = [(sign * score, step) for step in steps if (score := self.scores.get(step)) is not None]
         return [step for _, step in sorted(scored)]
 
-    def kept(self, steps: Sequence[int]) -> set[int]:
+    def steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         """Return the best of `steps`, and those whose evaluation may still be running."""
-        ranked, newest = self.ranked(steps), max(self.scores, default=-1)
+        ranked, newest = self.rank_steps(steps), max(self.scores, default=-1)
         pending = {step for step in steps if step > newest and self.is_due(step)}
         return pending | {*ranked[max(0, len(ranked) - self.count) :]}

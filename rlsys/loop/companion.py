@@ -11,7 +11,7 @@ from rlsys.types import PolicyVersion
 class Companion(Protocol):
     """Loop beside the others that a run can do without."""
 
-    def published(self, version: PolicyVersion) -> None:
+    def on_publish(self, version: PolicyVersion) -> None:
         """Note that `version` is the newest."""
 
     def run(self) -> Coroutine[Any, Any, None]:

@@ -163,7 +163,7 @@ class Curation:
         return IssueRules(self._size_of(task_id, group_size), self._token_limit(task_id))
 
     def _passes_over(self, task_id: str) -> bool:
-        rules, tally, tallies = self.rules, self._known(task_id), self._history.tallies
+        rules, tally, tallies = self.rules, self._reliable_tally(task_id), self._history.tallies
         low, high = rules.success_within
         if tally is None or low <= tally.rate <= high:
             return False
@@ -177,7 +177,7 @@ class Curation:
         return True
 
     def _size_of(self, task_id: str, group_size: int) -> int | None:
-        tally, bound = self._known(task_id), self.rules.fewer_above
+        tally, bound = self._reliable_tally(task_id), self.rules.fewer_above
         if tally is None or bound is None or tally.rate <= bound:
             return None
         self.num_smaller += 1
@@ -189,7 +189,7 @@ class Curation:
             return None
         return ceil(cap * tally.longest_success)
 
-    def _known(self, task_id: str) -> Tally | None:
+    def _reliable_tally(self, task_id: str) -> Tally | None:
         """Return the tally of a task if it has enough episodes, else None."""
         tally = self._history.tallies.get(task_id)
         return tally if tally is not None and tally.num_episodes >= self._min_episodes else None

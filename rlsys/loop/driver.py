@@ -146,9 +146,9 @@ class Driver:
         finally:
             learning.cancel()
             await asyncio.gather(learning, return_exceptions=True)
-            await self.saver.written()
+            await self.saver.end_saving()
             await self.records.end(patience_s)
-            await self.saver.copied()
+            await self.saver.end_copies()
             self.weights.give_up()
         return self.position.version
 
@@ -158,7 +158,7 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as loops:
                 if self.evaluation:
-                    self.evaluation.attach(loops, self.queue.progress.moved)
+                    self.evaluation.attach(loops, self.queue.progress.mark_progress)
                 self._loops = loops
                 self._fill_queue()
                 others = [loops.create_task(self._watch()), loops.create_task(self.supervise())]
@@ -167,7 +167,7 @@ class Driver:
                     async with self.stop_request.cuts():
                         await asyncio.wait([learning])
                         learning.result()
-                        await self.weights.settled()
+                        await self.weights.wait_for_arrivals()
                 finally:
                     self.stop()
                 for loop in (*others, *self._filling):
@@ -189,7 +189,7 @@ class Driver:
     def _fill_queue(self) -> None:
         """Start the loops of producers and annotators, on the weights of `position`."""
         for companion in self.companions:
-            companion.published(self.position.version)
+            companion.on_publish(self.position.version)
         self._filling = [self._loops.create_task(loop) for loop in self.production.loops()]
 
     async def _learn(self) -> None:
@@ -267,7 +267,7 @@ class Driver:
         if self.evaluation:
             async with self.stop_request.cuts():
                 await self.evaluation.end()
-        await self.saver.settled()
+        await self.saver.finish_saving()
 
     async def _train_step(self, groups: Sequence[InFlightGroup]) -> StepResult | None:
         """Train one step; return None if it fails and its groups are put back, reissued or dropped, or if it does not
@@ -286,14 +286,14 @@ class Driver:
             if result is None:
                 self.queue.put_back(LEARNER, groups)
             else:
-                self.dropped_groups.trained()
+                self.dropped_groups.on_step_trained()
         return result
 
     def _finish_step(self, groups: Sequence[InFlightGroup], result: StepResult) -> list[Task]:
         """Count a trained step, whether or not its weights could be published; return its tasks."""
         version = self.position.version
         for companion in self.companions:
-            companion.published(version + 1)
+            companion.on_publish(version + 1)
         tasks = self.queue.release(groups, version + 1)
         metrics = step_metrics(result, version, self.queue, self.clock)
         for companion in self.companions:

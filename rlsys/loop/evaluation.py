@@ -173,7 +173,7 @@ class Evaluator:
         """
         async with asyncio.TaskGroup() as work:
             scoring = [
-                work.create_task(self._scored(group_id, task, version, check))
+                work.create_task(self._score_task(group_id, task, version, check))
                 for group_id, task in enumerate(self.sets[dataset])
             ]
         return [done.result() for done in scoring]
@@ -216,7 +216,7 @@ class Evaluator:
             "pass_reward": self.success,
         }
 
-    async def _scored(
+    async def _score_task(
         self, group_id: int, task: Task, version: PolicyVersion, check: GroupCheck | None
     ) -> Group | None:
         """Return the scored group of one task; None if its prompt exceeds the limit."""
@@ -231,7 +231,7 @@ class Evaluator:
         raise AssertionError("unreachable")
 
     async def _attempt(self, assignments: Iterator[Assignment], task: Task, check: GroupCheck | None) -> Group | None:
-        async def rolled_out() -> Group | None:
+        async def roll_out_group() -> Group | None:
             try:
                 (group,) = await self.rollouts.run(next(assignments))
             except TaskTooLong:
@@ -245,7 +245,7 @@ class Evaluator:
             return group
 
         persist = self._retries.persist
-        group = await persist(self.rollouts, rolled_out)
+        group = await persist(self.rollouts, roll_out_group)
         if group is None:
             return None
         scored = await persist(self.rewards, lambda: self.rewards.score(task, group))
@@ -302,7 +302,7 @@ class EvaluationLane:
         if not (version % self.evaluator.rules.every == 0 or version == self.last):
             return
         self.was_given_up, was_before = True, self.was_given_up
-        await self.weights.arrived(version)
+        await self.weights.wait_for_arrival(version)
         datasets = [name for name in self.evaluator.sets if not self._is_done(name, version)]
         if not datasets:
             self.was_given_up = was_before

@@ -134,11 +134,11 @@ class DroppedGroups:
         in_a_row = self.num_no_signal if isinstance(error, NoSignal) else self.num_failed
         return self.failures.decide(error, attempt, in_a_row)
 
-    def scored(self) -> None:
+    def on_group_scored(self) -> None:
         """Reset the counters after a scored group that can be trained."""
         self.num_failed = self.num_no_signal = 0
 
-    def trained(self) -> None:
+    def on_step_trained(self) -> None:
         self.num_settled_away = 0
 
     def give_up(self, group: InFlightGroup, given_up: GivenUp) -> None:

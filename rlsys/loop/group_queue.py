@@ -165,7 +165,7 @@ class GroupQueue:
         return sum(group.state is State.READY for group in self.groups.values())
 
     @property
-    def finished(self) -> list[InFlightGroup]:
+    def finished_groups(self) -> list[InFlightGroup]:
         """Finished groups that the learner did not take yet, oldest first. A checkpoint saves them without signals."""
         return [g for g in self.groups.values() if g.is_offered and g.state in (State.SCORED, State.READY)]
 
@@ -246,7 +246,7 @@ class GroupQueue:
     def restore(
         self, state: LedgerState, version: PolicyVersion, num_groups: int, finished: Iterable[Group]
     ) -> list[str]:
-        """Restart at `version` with `num_groups` left to consume, including the `finished` groups of an earlier
+        """Restart at `version` with `num_groups` left to consume, including the `finished_groups` groups of an earlier
         session.
 
         Its other groups keep their place in the order: no younger group is taken before they are reissued. Returns
@@ -335,7 +335,7 @@ class GroupQueue:
             raise RuntimeError(f"group {group.group_id} is {group.state.name} and cannot be annotated")
         if is_new := self._accepts(group, group.group_id, is_new=signal not in group.columns):
             group.columns[signal] = column
-            self.progress.moved()
+            self.progress.mark_progress()
             self._complete(group)
         return is_new
 
@@ -384,7 +384,7 @@ class GroupQueue:
         if state in (State.REISSUED, State.DROPPED) and group.is_offered:
             self._free.put_nowait(self.version)  # its producer has left the `permit` block
         if state not in (State.ROLLING_OUT, State.REISSUED):
-            self.progress.moved()
+            self.progress.mark_progress()
         self._wake()
 
     def _wake(self) -> None:

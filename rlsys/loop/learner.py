@@ -22,7 +22,7 @@ from rlsys.algorithm import Algorithm, Assigned, Signal
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainStats, Workers
 from rlsys.errors import ConfigError, NoSignal, NothingToTrain, OutOfMemory, PayloadLost, RlsysError, TrainingError
-from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, SavedModels, check_seen, saved
+from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, SavedModels, check_seen, copy_and_write
 from rlsys.loop.failure_policy import Retries
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.files import write_atomically
@@ -161,7 +161,7 @@ class Learner:
             await _all(model.fetch(groups, plan) for model in models.values())
         signals = sorted(self.algorithm.signals & self.workers.step_annotators.keys())
         with self.span("columns", {self._maker_of(signal) for signal in signals}):
-            made = await _all(self._annotated(groups, plan, signal) for signal in signals)
+            made = await _all(self._annotate_step(groups, plan, signal) for signal in signals)
         columns = dict(zip(signals, made, strict=True))
         stats: list[TrainStats] = []
         self.is_half_way = True
@@ -178,7 +178,7 @@ class Learner:
         self.is_half_way = False
         return StepResult(groups, settled.groups, TrainStats(metrics, sum(of_model.train_s for of_model in stats)))
 
-    async def _annotated(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def _annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
         """Return the column of a step. A reference that fails is replaced, and attempts it again."""
         maker, reference = self.workers.step_annotators[signal], self.workers.reference
         if reference is None or maker is not reference:
@@ -198,7 +198,7 @@ class Learner:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            files = await saved(SavedModels(self.workers, folder))
+            files = await copy_and_write(SavedModels(self.workers, folder))
             check_seen(folder, {**files, GROUPS: await self.workers.actor.save_groups(folder / GROUPS, groups)})
             write_atomically(folder / CONFIG, self.config(), is_private=True)
             FailedStep(

@@ -106,7 +106,7 @@ class Joint:
         del self._members[policy]
         self._begin()
 
-    def awaited(self, policy: str) -> Mapping[int, str]:
+    def missing_policies(self, policy: str) -> Mapping[int, str]:
         """Return the policies that this policy waits for, by id of a requested group without a rollout."""
         waiting = {group_id: self._missing(group_id) for group_id, asks in self._asks.items() if policy in asks}
         return {group_id: f"policy {' and '.join(missing)}" for group_id, missing in waiting.items()}
@@ -152,12 +152,12 @@ class Joint:
             views = {view.policy: replace(view, report=first.report) for view in (first, *others)}
             answers = {name: replace(views[name], key=ask.assignment.key) for name, ask in asks.items()}
         except Exception as error:  # noqa: BLE001  (set on every request)
-            for name, ask in _awaited(asks):
+            for name, ask in _open_asks(asks):
                 self._members[name].failed.add(ask.assignment.group_id)
                 ask.view.set_exception(error)
             return
         play = _Play(first.payload)
-        for name, ask in _awaited(asks):
+        for name, ask in _open_asks(asks):
             self._members[name].plays[ask.assignment.group_id] = play
             ask.view.set_result(answers[name])
 
@@ -193,10 +193,10 @@ class Joint:
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._work.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_end(self, task: asyncio.Task[Any]) -> None:
         self._work.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waited for it may have been cancelled
@@ -208,13 +208,13 @@ class Joint:
         await asyncio.gather(*self._work, return_exceptions=True)
 
 
-def _awaited(asks: Mapping[str, _Ask]) -> list[tuple[str, _Ask]]:
+def _open_asks(asks: Mapping[str, _Ask]) -> list[tuple[str, _Ask]]:
     """Return the requests whose driver still waits."""
     return [(name, ask) for name, ask in asks.items() if not ask.view.done()]
 
 
 def _cancel_unless_awaited(rollout: asyncio.Task[Any], asks: Mapping[str, _Ask]) -> None:
-    if not _awaited(asks):
+    if not _open_asks(asks):
         rollout.cancel()
 
 
@@ -243,7 +243,7 @@ class JointRollouts:
         return await self.joint.pool.drain(source, to, self.policy)
 
     def placements(self) -> Mapping[int, str]:
-        return {**self.joint.pool.placements(), **self.joint.awaited(self.policy)}
+        return {**self.joint.pool.placements(), **self.joint.missing_policies(self.policy)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ async def train_jointly(
     """
     supervising: list[asyncio.Task[None]] = []
 
-    async def driven(policy: str) -> PolicyVersion:
+    async def drive_policy(policy: str) -> PolicyVersion:
         try:
             reached = await drivers[policy].run(starts[policy])
         finally:
@@ -282,7 +282,7 @@ async def train_jointly(
         joint.join(policy, driver.queue)
     try:
         async with asyncio.TaskGroup() as group:
-            running = {policy: group.create_task(driven(policy)) for policy in drivers}
+            running = {policy: group.create_task(drive_policy(policy)) for policy in drivers}
             await asyncio.wait(running.values())
             for task in supervising:
                 task.cancel()

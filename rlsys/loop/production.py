@@ -84,7 +84,7 @@ class Production:
         except (WorkerDied, DeadlineExceeded) as failure:
             if not self.recovery.is_of_model(failure):
                 raise
-            self.recovery.met(failure)
+            self.recovery.report_failure(failure)
             await asyncio.Event().wait()  # the learner cancels this loop: its version will never arrive
         self.clock.offer(rolled_out, report.waited_s)
         self.queue.finish_rollout(group, rolled_out)
@@ -98,7 +98,7 @@ class Production:
     async def _replace(self, replacement: Replacement) -> Group:
         composer = self.workers.composer
         assert composer is not None, "a run that stores successes has one"
-        return await self.retries.persist(composer, lambda: composer.replaced(replacement))
+        return await self.retries.persist(composer, lambda: composer.replace_episode(replacement))
 
     async def _hand_in(self, group: InFlightGroup, scored: Group) -> None:
         """Offer a scored group to the learner. Raises `NothingToTrain` or `NoSignal` if it cannot be trained."""
@@ -106,7 +106,7 @@ class Production:
             return
         self.learner.check(scored)
         self.queue.offer(group)
-        self.dropped_groups.scored()
+        self.dropped_groups.on_group_scored()
 
     @property
     def _curation(self) -> Curation:

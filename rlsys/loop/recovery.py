@@ -71,7 +71,7 @@ class Recovery:
         """Return True if a worker that failed is a rank of actor or critic."""
         return failure.worker.startswith(tuple(self.workers.models))
 
-    def met(self, failure: WorkerError) -> None:
+    def report_failure(self, failure: WorkerError) -> None:
         """Note the failure of a rank of actor or critic that a producer met."""
         self._trouble = failure
         self._troubled.set()
@@ -90,7 +90,7 @@ class Recovery:
         """
         self._troubled.clear()
         await asyncio.gather(*(model.restart() for model in self.workers.models.values()))
-        await self.saver.given_up()
+        await self.saver.abandon_saving()
         self.position.version = self.position.restored = self.position.version + 1
         checkpoint = await self._roll_back()
         await self.weights.publish(self.position.version)

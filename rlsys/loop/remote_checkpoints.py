@@ -207,7 +207,7 @@ class CheckpointCopies:
             try:
                 for checkpoint in checkpoints:
                     await self._copy_one(checkpoint)
-                kept = self.checkpoints.kept(await self._in_thread(self.remote.steps))
+                kept = self.checkpoints.steps_to_keep(await self._in_thread(self.remote.steps))
                 await self._in_thread(self.remote.retire, checkpoints[0].name, kept)
             except Exception as error:  # noqa: BLE001  (the boundary between training and a remote file system)
                 problem = f"{type(error).__name__}: {error}"

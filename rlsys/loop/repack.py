@@ -91,7 +91,7 @@ class Repacker:
     _step_times: StepTimes = field(default_factory=StepTimes)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def published(self, version: PolicyVersion) -> None:
+    def on_publish(self, version: PolicyVersion) -> None:
         """Record a publish of `version`, and observe at once the replicas that still sample from older weights."""
         self._newest = version
         self._wake.set()
@@ -157,7 +157,7 @@ def plan_repack(
     return tuple(
         Move(source, to, version)
         for version, group in groupby(candidates, key=lambda load: load.version)
-        for source, to in _consolidated(list(group), max_requests).items()
+        for source, to in _plan_consolidation(list(group), max_requests).items()
     )
 
 
@@ -168,7 +168,7 @@ def _is_candidate(load: ReplicaLoad, before: Mapping[str, float], newest: Policy
     return is_emptying and has_work and not load.is_loading and load.version < newest
 
 
-def _consolidated(loads: Sequence[ReplicaLoad], max_requests: int) -> dict[str, str]:
+def _plan_consolidation(loads: Sequence[ReplicaLoad], max_requests: int) -> dict[str, str]:
     """Return source -> destination among replicas of one version, given by ascending cache use."""
     kv_used = {load.replica: load.stats.kv_used for load in loads}
     num_requests = {load.replica: load.num_present for load in loads}

@@ -37,7 +37,7 @@ class ReplicaWatcher:
     """By replica: last reported version and `is_loading`, and the time, in seconds of the event loop."""
     _depth: QueueSeen | None = None
 
-    def published(self, version: PolicyVersion) -> None:
+    def on_publish(self, version: PolicyVersion) -> None:
         """Do nothing: replicas tell what they hold."""
 
     def metrics(self) -> dict[str, float]:

@@ -48,8 +48,8 @@ class RolloutRecords:
         parts = zip(tasks, result.groups, result.assigned, strict=True)
         trained = [TrainedGroup(place, *part) for place, part in enumerate(parts)]
         recording = self.actor.record(path, step, trained)
-        await recording.copied()
-        task = asyncio.create_task(self._finish(path, step, recording.written()))
+        await recording.take_copy()
+        task = asyncio.create_task(self._finish(path, step, recording.write_copy()))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 

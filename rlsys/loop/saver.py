@@ -57,18 +57,18 @@ class Saver:
         now_s = asyncio.get_running_loop().time()
         if not self.checkpoints.is_due(step, now_s, is_last=is_last or self.stop.is_made):
             return
-        await self.settled()
+        await self.finish_saving()
         began = asyncio.get_running_loop().time()
         saving, is_copied = self.checkpoints.save(step, self._state(), self._files_in), False
         async with self.stop.cuts(SAVE_S):
             with self.clock.span("checkpoint"):
-                await saving.copied()
+                await saving.take_copy()
                 is_copied = True
         if not is_copied:
             raise CheckpointError(_UNSAVED.format(step))
         self._writing = asyncio.create_task(self._write(step, began, saving))
 
-    async def settled(self) -> None:
+    async def finish_saving(self) -> None:
         """Wait until the checkpoint that is being written, if there is one, is on disk."""
         if self._writing is None:
             return
@@ -77,7 +77,7 @@ class Saver:
         if wait.expired():
             raise CheckpointError(_UNSAVED.format(self.position.version))
 
-    async def given_up(self) -> None:
+    async def abandon_saving(self) -> None:
         """Wait until the checkpoint that is being written has failed with its ranks, or was all but written."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
@@ -87,7 +87,7 @@ class Saver:
         """Save the last finished step, unless that is done, or a later step changed the weights and did not end."""
         if self.position.version > self.position.restored and not self.learner.is_half_way:
             await self.save_if_due(is_last=True)
-        await self.settled()
+        await self.finish_saving()
 
     async def save_before(self, error: BaseException) -> None:
         """Save what there is before `error` ends the run, and note in it what can be resumed."""
@@ -102,13 +102,13 @@ class Saver:
         kept = "no step is saved; begin anew" if saved is None else f"step {saved} is saved; go on"
         error.add_note(f"{kept} with run.resume=auto")
 
-    async def written(self) -> None:
+    async def end_saving(self) -> None:
         """Wait for the checkpoint that is being written, and give it up after `SAVE_S`; raise nothing."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=SAVE_S)
             self._writing.cancel()
 
-    async def copied(self) -> None:
+    async def end_copies(self) -> None:
         """Wait for the copies of checkpoints, and give them up after `SAVE_S`."""
         if self.copies:
             await self.copies.end(SAVE_S)
@@ -119,11 +119,11 @@ class Saver:
         return DriverState(position.version, published, ledger, past, position.num_lost, scores)
 
     def _files_in(self, folder: Path) -> Saving[Files]:
-        finished = self.queue.finished  # the hashes of all their versions have arrived: they were verified
+        finished = self.queue.finished_groups  # the hashes of all their versions have arrived: they were verified
         return _SavedFiles(self, folder, finished, SavedModels(self.workers, folder))
 
     async def _write(self, step: int, began: float, saving: Saving[Path]) -> None:
-        path = await saving.written()
+        path = await saving.write_copy()
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
         if self.copies:
             self.copies.begin()
@@ -137,7 +137,7 @@ class Saver:
             lost = [each for each in groups if each.group_id in error.group_ids]
             if not lost:
                 raise
-            if waiting := [each for each in lost if each in self.queue.finished]:
+            if waiting := [each for each in lost if each in self.queue.finished_groups]:
                 self.dropped_groups.reissue_lost(error, waiting)
             return await self.save_groups(path, [each for each in groups if each not in lost])
 
@@ -151,10 +151,10 @@ class _SavedFiles:
     finished: Sequence[InFlightGroup]
     models: SavedModels
 
-    async def copied(self) -> None:
-        await self.models.copied()
+    async def take_copy(self) -> None:
+        await self.models.take_copy()
 
-    async def written(self) -> Files:
+    async def write_copy(self) -> Files:
         groups = self.saver.save_groups(self.folder / GROUPS, self.finished)
-        num_bytes, files = await asyncio.gather(groups, self.models.written())
+        num_bytes, files = await asyncio.gather(groups, self.models.write_copy())
         return {**files, GROUPS: num_bytes}

@@ -164,7 +164,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/failed_frac": fmean(episode.is_failed for group in groups for episode in group.episodes),
-        **_ended_early(groups),
+        **_early_end_share(groups),
         **({"group/frac_zero_std": fmean(len(set(group)) == 1 for group in compared)} if compared else {}),
         **{f"reward/by/{part}": fmean(values) for part, values in by_part.items()},
         **{f"reward/source/{name}": fmean(values) for name, values in by_source.items() if name and values},
@@ -172,7 +172,7 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def _ended_early(groups: Sequence[Group]) -> dict[str, float]:
+def _early_end_share(groups: Sequence[Group]) -> dict[str, float]:
     """Share of the episodes that were ended early, if any were."""
     ended, played = sum(g.num_ended_early for g in groups), sum(len(g.episodes) for g in groups)
     return {"group/ended_early_frac": ended / (ended + played)} if ended else {}

@@ -85,7 +85,7 @@ class Mean(StepSignal):
             return None
         self._recent.append(abs(value))
         mean = fmean(self._recent)
-        words = f"{self._what} was {_shown(self._metric, mean)} on average over {self._num_steps} steps"
+        words = f"{self._what} was {_value(self._metric, mean)} on average over {self._num_steps} steps"
         return SignalReading(mean, self._metric, words) if len(self._recent) == self._num_steps else None
 
 
@@ -118,7 +118,7 @@ class Fallen(StepSignal):
         if value > self._before / 2:
             self._last_well = step
         words = (
-            f"{self._what} fell to {_shown(self._metric, now)} from {_shown(self._metric, self._before)}; the last "
+            f"{self._what} fell to {_value(self._metric, now)} from {_value(self._metric, self._before)}; the last "
             f"step above half of that was {self._last_well}"
         )
         level = min(self._before, self._cap)
@@ -156,7 +156,7 @@ class Rise(StepSignal):
             return None
         lowest, lowest_error_2 = self._lowest
         words = (
-            f"{self._what} rose to {_shown(self._metric, mean)} from {_shown(self._metric, lowest)}, means of "
+            f"{self._what} rose to {_value(self._metric, mean)} from {_value(self._metric, lowest)}, means of "
             f"{num_steps} steps"
         )
         return SignalReading(mean - lowest - 3 * sqrt(error_2 + lowest_error_2), self._metric, words)
@@ -263,10 +263,10 @@ class Grown(StepSignal):
             names = [name for name in metrics if name.startswith(self._prefix)]
         else:
             names = [self._prefix]
-        readings = [reading for name in names if (reading := self._grown(name, _finite(metrics, name)))]
+        readings = [reading for name in names if (reading := self._growth(name, _finite(metrics, name)))]
         return max(readings, default=None)
 
-    def _grown(self, name: str, value: float | None) -> SignalReading | None:
+    def _growth(self, name: str, value: float | None) -> SignalReading | None:
         if value is None:
             return None
         recent = self._recent.setdefault(name, deque(maxlen=LEVEL_STEPS))
@@ -279,7 +279,7 @@ class Grown(StepSignal):
             before = self._before[name] = min(now, before * 2 ** (1 / DOUBLING_STEPS))
         grew = now / before if before > 0 and now - before >= self._least else 1.0
         what = self._what.format(name.removeprefix(self._prefix))
-        return SignalReading(grew, name, f"{what} grew to {_shown(name, now)} from {_shown(name, before)}")
+        return SignalReading(grew, name, f"{what} grew to {_value(name, now)} from {_value(name, before)}")
 
 
 class Lost(StepSignal):
@@ -475,7 +475,7 @@ def _finite(metrics: Mapping[str, float], name: str) -> float | None:
     return value if value is not None and abs(value) < _MOST else None
 
 
-def _shown(name: str, value: float) -> str:
+def _value(name: str, value: float) -> str:
     """`0.041 nats`, `62 %`."""
     metric = metric_of(name)
     unit = metric.unit if metric else ""

@@ -140,11 +140,11 @@ class Alarms:
             case _:
                 late = self.silent(time_s)
         if isinstance(event, StepDone):
-            self._moved(event.step, time_s)
+            self._on_progress(event.step, time_s)
         raised = [] if late is None else [late]
         for name, gauge in self._hearing.get(type(event), ()):
             reading = gauge.observe(event, time_s)
-            if reading is not None and (alert := self._judged(name, reading, time_s)):
+            if reading is not None and (alert := self._judge_reading(name, reading, time_s)):
                 raised.append(alert)
         for alert in raised:
             self._open.setdefault(alert.alert, alert)
@@ -167,7 +167,7 @@ class Alarms:
         words = f"no step was done for {_spelt(silence_s)} after step {self._step}; {usual}"
         return self._alert("no_progress", SignalReading(num_steps, "", words), now_s)
 
-    def _moved(self, step: int, time_s: float) -> None:
+    def _on_progress(self, step: int, time_s: float) -> None:
         if self._moved_s is not None:
             took_s = time_s - self._moved_s
             if not self._is_first:
@@ -191,7 +191,7 @@ class Alarms:
             return self._first_s, f"the first took {self._first_s:.3g} s"
         return unknown_s, "it is the first since the run began"
 
-    def _judged(self, name: str, reading: SignalReading, time_s: float) -> Alert | None:
+    def _judge_reading(self, name: str, reading: SignalReading, time_s: float) -> Alert | None:
         """Compare a reading with the threshold of its rule; close its alert, or return a new one."""
         threshold, is_low, value = self._thresholds[name], RULES[name].is_low, reading.value
         if name in self._open:
@@ -212,7 +212,7 @@ class Alarms:
             threshold=self._thresholds[name],
             unit=rule.unit,
             metric=reading.metric,
-            sentence=f"{_begun(reading.words)}. {rule.remedy}",
+            sentence=f"{_capitalise(reading.words)}. {rule.remedy}",
         )
 
     def _close(self, name: str, step: int) -> None:
@@ -220,7 +220,7 @@ class Alarms:
             self._closed.append(replace(alert, until_step=max(alert.step, step)))  # a resume may go back
 
 
-def _begun(words: str) -> str:
+def _capitalise(words: str) -> str:
     """Words as the beginning of a sentence. The name of a metric, a worker or a file stays as it is."""
     is_word = words.split(" ", 1)[0].isalpha()
     return words[:1].upper() + words[1:] if is_word else words

@@ -426,17 +426,17 @@ class Events:
         """Pass an event to every sink."""
         event, time_s = _encodable(event), self._clock()
         for sink in tuple(self._sinks):
-            if problem := self._guarded(sink, lambda sink=sink: sink.handle(event, time_s)):
+            if problem := self._call_sink(sink, lambda sink=sink: sink.handle(event, time_s)):
                 lost = EventLost(event.kind, problem)
-                self._guarded(sink, lambda sink=sink, lost=lost: sink.handle(lost, time_s))
+                self._call_sink(sink, lambda sink=sink, lost=lost: sink.handle(lost, time_s))
 
     def close(self) -> None:
         """Close every sink; idempotent."""
         for sink in tuple(self._sinks):
-            self._guarded(sink, sink.close)
+            self._call_sink(sink, sink.close)
         self._sinks.clear()
 
-    def _guarded(self, sink: Sink, call: Callable[[], None]) -> str:
+    def _call_sink(self, sink: Sink, call: Callable[[], None]) -> str:
         """Call a sink. Returns its error, empty if there is none; the first one of each sink goes to stderr."""
         try:
             call()

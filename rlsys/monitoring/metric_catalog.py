@@ -69,7 +69,7 @@ class Named(NamedTuple):
 
 
 @lru_cache(maxsize=10_000)  # each row has the same names
-def named(name: str) -> Named | None:
+def parse_metric(name: str) -> Named | None:
     """Split a name by the catalog; None if the catalog lacks it."""
     if name in METRICS:
         return Named(name, {})
@@ -79,23 +79,23 @@ def named(name: str) -> Named | None:
 
 def metric_of(name: str) -> Metric | None:
     """Look up a name, e.g. `reward/by/exact`, in `METRICS`; None if the catalog lacks it."""
-    found = named(name)
+    found = parse_metric(name)
     return METRICS[found.key] if found else None
 
 
-def undocumented(names: Iterable[str]) -> list[str]:
+def undocumented_names(names: Iterable[str]) -> list[str]:
     """Names that `METRICS` does not explain, sorted. A run in the tests must have none."""
     return sorted(name for name in set(names) if metric_of(name) is None)
 
 
-def renamed(values: Mapping[str, float], names: NameSet) -> dict[str, float]:
+def rename_metrics(values: Mapping[str, float], names: NameSet) -> dict[str, float]:
     """Rename metrics to one set of names; a metric without a name in that set keeps its name."""
     return {alias(name, names, values): value for name, value in values.items()}
 
 
 def alias(name: str, names: NameSet, values: Mapping[str, float] | None = None) -> str:
     """Name of a metric in one set. `values`: the metrics of the same row, since a name may contain a value."""
-    found = named(name)
+    found = parse_metric(name)
     theirs = getattr(METRICS[found.key], names) if found and names != "rlsys" else ""
     if found is None or not theirs:
         return name

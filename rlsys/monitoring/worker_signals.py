@@ -63,7 +63,7 @@ class Slowest:
             case RunStarted():
                 self._paces_s = {unit: {} for unit in self._paces_s}
             case StepDone():
-                return max((r for unit in self._paces_s for r in self._compared(unit)), default=None)
+                return max((r for unit in self._paces_s for r in self._compare_workers(unit)), default=None)
             case _:
                 pass
         return None
@@ -73,7 +73,7 @@ class Slowest:
             self._paces_s[unit].setdefault(worker, deque(maxlen=12)).append(seconds / num)
             self._group_s[worker] = seconds
 
-    def _compared(self, unit: str) -> list[SignalReading]:
+    def _compare_workers(self, unit: str) -> list[SignalReading]:
         paces_s = {worker: paces for worker, paces in self._paces_s[unit].items() if len(paces) >= LEAST_GROUPS}
         typical_s = {worker: median(paces) for worker, paces in paces_s.items()}
         readings = []
@@ -214,7 +214,7 @@ class Happened:
                 self._step, self._has_begun = step, True
             case _ if self._has_begun:
                 self._steps.append(self._step)
-                self._last = _told(event)
+                self._last = _event_text(event)
             case _:
                 pass
         while self._steps and self._step - self._steps[0] >= 10:
@@ -223,7 +223,7 @@ class Happened:
         return SignalReading(len(self._steps), "", f"{self._last}{more}")
 
 
-def _told(event: Event) -> str:
+def _event_text(event: Event) -> str:
     match event:
         case WorkerFailed(worker=worker, phase=phase, detail=detail):
             return f"{worker} failed while {phase}: {detail.removeprefix(f'{worker} while {phase}: ')}"

@@ -190,12 +190,12 @@ def episode_row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
         "reason": root.outcome.reason,
         "prompt": prompt,
         "text": "\n\n".join(turn.text for turn in root.turns),
-        "task": "" if e else _json(_shared(record)),
+        "task": "" if e else _json(_group_fields(record)),
         "session": _json(session),
     }
 
 
-def _shared(record: RolloutRecord) -> Mapping[str, Any]:
+def _group_fields(record: RolloutRecord) -> Mapping[str, Any]:
     """Return what holds for the whole group, with the length of each row of its columns."""
     columns = {signal: [len(row) for row in rows] for signal, rows in record.columns.items()}
     return {"task": record.task, "assigned": record.assigned, "parts": record.parts, "columns": columns}

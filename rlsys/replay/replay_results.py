@@ -200,10 +200,14 @@ def _verdict(each: Comparison) -> str:
     return "equal" if each.is_equal else f"differs: it was {each.told}"
 
 
-def compared(told: Mapping[str, float], found: Mapping[str, float]) -> tuple[Comparison, ...]:
+def compare_metrics(told: Mapping[str, float], found: Mapping[str, float]) -> tuple[Comparison, ...]:
     """Compare the metrics present in both."""
-    return tuple(Comparison(name, _named(told[name]), _named(value)) for name, value in found.items() if name in told)
+    return tuple(
+        Comparison(name, _finite_or_text(told[name]), _finite_or_text(value))
+        for name, value in found.items()
+        if name in told
+    )
 
 
-def _named(value: float) -> Value:
+def _finite_or_text(value: float) -> Value:
     return value if isfinite(value) else "not finite"

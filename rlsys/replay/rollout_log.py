@@ -100,7 +100,7 @@ class RolloutRecord:
         Values of the task's row that JSON lacks, such as decimals, become text.
         """
         row = decoder_of(Task)(orjson.loads(orjson.dumps(task, default=str)))
-        scored = tuple(_scored(e, meta) for e, meta in zip(episodes, group.episodes, strict=True))
+        scored = tuple(_with_scores(e, meta) for e, meta in zip(episodes, group.episodes, strict=True))
         parts = tuple(meta.trajectories[0].parts for meta in group.episodes)
         return cls(
             step, group.key, row, group.replica, group.permit_version, scored, tuple(assigned), parts, group.policy
@@ -162,10 +162,10 @@ def _bare(record: GroupRecord) -> Fields:
 def read_groups(path: Path) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
     lines = path.read_bytes().splitlines()
-    return [_decoded(line, _group_record, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    return [_decode_record(line, _group_record, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
-def _scored(episode: Episode, meta: EpisodeMeta) -> Episode:
+def _with_scores(episode: Episode, meta: EpisodeMeta) -> Episode:
     pairs = zip(episode.trajectories, meta.trajectories, strict=True)
     scored = tuple(replace(t, reward=m.reward, outcome=m.outcome) for t, m in pairs)
     return replace(episode, trajectories=scored)
@@ -179,7 +179,7 @@ def as_plain(value: Any) -> Any:  # noqa: ANN401
     return b64encode(value).decode() if isinstance(value, bytes) else float(value)
 
 
-def _decoded(line: bytes, decode: Callable[[Fields], Record], where: str) -> Record:
+def _decode_record(line: bytes, decode: Callable[[Fields], Record], where: str) -> Record:
     try:
         return decode(orjson.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -208,7 +208,7 @@ def decoder_of(hint: object) -> Callable[[Any], Any]:
     if origin is tuple:
         each = decoder_of(arguments[0])
         kinds = _kinds_of(arguments[0])
-        return (lambda items: tuple(_checked(items, kinds))) if kinds else lambda items: tuple(map(each, items))
+        return (lambda items: tuple(_check_types(items, kinds))) if kinds else lambda items: tuple(map(each, items))
     if origin is Sequence and arguments[0] in _ARRAYS:
         kind = _ARRAYS[arguments[0]]
         return lambda items: kind(nan if item is None else item for item in items)
@@ -223,9 +223,9 @@ def decoder_of(hint: object) -> Callable[[Any], Any]:
     if hint is bytes:
         return lambda value: b64decode(value, validate=True)
     if hint is float:
-        return lambda value: nan if value is None else _checked((value,), {int, float})[0]
+        return lambda value: nan if value is None else _check_types((value,), {int, float})[0]
     if kinds := _kinds_of(hint):
-        return lambda value: _checked((value,), kinds)[0]
+        return lambda value: _check_types((value,), kinds)[0]
     return hint if isinstance(hint, type) and issubclass(hint, Enum) else lambda value: value
 
 
@@ -237,7 +237,7 @@ def _kinds_of(hint: object) -> Set[type]:
     return cast("Set[type]", kinds | {int} if float in kinds else kinds)
 
 
-def _checked(values: Sequence[Any], kinds: Set[type]) -> Sequence[Any]:
+def _check_types(values: Sequence[Any], kinds: Set[type]) -> Sequence[Any]:
     if not set(map(type, values)) <= kinds:
         raise TypeError(f"a value should be {' or '.join(sorted(kind.__name__ for kind in kinds))}")
     return values

@@ -103,7 +103,7 @@ class RecordedSteps:
         found = tuple(record.key.group_id for record in records)
         if not records or any(record.step != step for record in records) or group_ids != found:
             raise DataError(
-                f"{path} contains groups {_listed(found)}, and step {step} trained {_listed(group_ids)}: the file "
+                f"{path} contains groups {_list_ids(found)}, and step {step} trained {_list_ids(group_ids)}: the file "
                 "is of another session of the run, or was changed"
             )
         return records
@@ -135,5 +135,5 @@ def _newest_before(folder: Path, step: int) -> Path | None:
     return next((path for path in sorted(older, key=step_of, reverse=True) if problem_of(path) is None), None)
 
 
-def _listed(group_ids: Sequence[int]) -> str:
+def _list_ids(group_ids: Sequence[int]) -> str:
     return ", ".join(map(str, group_ids)) or "none"

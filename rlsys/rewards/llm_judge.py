@@ -86,8 +86,8 @@ class LlmJudge:
 
     async def __call__(self, completion: str, prompt: Prompt, answer: str | None) -> float:
         """Score one completion. Raises `CannotScore` if there is no reply, or no valid score in it."""
-        asked = self._filled(completion, prompt, answer)
-        kept = self._kept(asked)
+        asked = self._fill_template(completion, prompt, answer)
+        kept = self._cache_file(asked)
         if kept is not None and kept.is_file():
             reply = orjson.loads(kept.read_bytes())["reply"]
         else:
@@ -110,7 +110,7 @@ class LlmJudge:
             raise CannotScore(f"the judge's reply says {number:g}, which is not {bounds}: {end!r}")
         return number
 
-    def _filled(self, completion: str, prompt: Prompt, answer: str | None) -> str:
+    def _fill_template(self, completion: str, prompt: Prompt, answer: str | None) -> str:
         task = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
         values = {
             "completion": completion,
@@ -134,7 +134,7 @@ class LlmJudge:
             ) from error
         return encodable((done.choices[0].message.content if done.choices else None) or "")
 
-    def _kept(self, asked: str) -> Path | None:
+    def _cache_file(self, asked: str) -> Path | None:
         """Return the cache file of a request, which may not exist."""
         if self.cache is None:
             return None

@@ -9,7 +9,7 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 
 from rlsys.errors import CannotScore
-from rlsys.rewards.text_rewards import expected
+from rlsys.rewards.text_rewards import expected_answer
 
 for _module in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_module).setLevel(logging.ERROR)  # hides warnings that its timeouts are off; the worker has one
@@ -24,16 +24,16 @@ def math(completion: str, answer: str | None) -> float:
     The answer is a number, LaTeX, or a worked solution whose result is in a `\\boxed{}` or, as in GSM8K, after `####`.
     Raises `CannotScore` if it has no readable result. A completion without a readable box gets 0.
     """
-    gold = expected(answer)
-    wanted = _parsed(_last_boxed(gold) if _BOX in gold else gold.rpartition("####")[2].strip())
+    gold = expected_answer(answer)
+    wanted = _parse_latex(_last_boxed(gold) if _BOX in gold else gold.rpartition("####")[2].strip())
     if not wanted:
         raise CannotScore(f"the answer {gold[:60]!r} cannot be read as mathematics")
     said = _last_boxed(completion)
-    return float(said is not None and verify(list(wanted), list(_parsed(said)), timeout_seconds=None))
+    return float(said is not None and verify(list(wanted), list(_parse_latex(said)), timeout_seconds=None))
 
 
 @lru_cache(maxsize=1024)
-def _parsed(latex: str | None) -> tuple[Any, ...]:
+def _parse_latex(latex: str | None) -> tuple[Any, ...]:
     """Parse LaTeX by math-verify; empty if the result is empty or only plain text.
 
     Its timeouts need signals of the main thread, so they are off; the deadline of the reward process replaces them.

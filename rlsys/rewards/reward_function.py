@@ -31,7 +31,7 @@ from typing import Self, SupportsFloat
 import cloudpickle
 
 from rlsys.errors import CannotScore, ConfigError
-from rlsys.rewards.reward_registry import described, find
+from rlsys.rewards.reward_registry import describe_error, find
 from rlsys.types import Episode, Json, PolicyVersion, Score, Task
 from rlsys.util.printing import encodable
 
@@ -106,7 +106,7 @@ class RewardSum:
         contributions: list[list[Score]] = []
         for (spec, function), own in zip(functions, begun, strict=True):
             scores = function.scores(list(islice(results, len(own))), len(completions))
-            contributions.append([weighted(score, spec.name, spec.weight) for score in scores])
+            contributions.append([weight_score(score, spec.name, spec.weight) for score in scores])
         by_name = {spec.name: scores for (spec, _), scores in zip(functions, contributions, strict=True)}
         contributions = [
             [_where(score, gate, spec.given) for score, gate in zip(own, by_name[spec.given], strict=True)]
@@ -125,7 +125,7 @@ class RewardSum:
         self._runner.close()
 
 
-def weighted(score: Score, name: str, weight: float) -> Score:
+def weight_score(score: Score, name: str, weight: float) -> Score:
     """Weight the score of one function; its value and parts are listed under the function's name."""
     if score.value is None:
         return score if score == NOT_APPLICABLE else Score(None, f"{name}: {score.failure}")
@@ -199,7 +199,7 @@ class RewardFunction:
         args = args or {}
         function = find(spec) if code is None else cloudpickle.loads(code)
         if inspect.isclass(function):
-            function, args = _made(spec, function, args), {}
+            function, args = _instantiate(spec, function, args), {}
         parameters = _parameters(spec, function)
         named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
         takes_all = len(named) < len(parameters)
@@ -241,9 +241,9 @@ class RewardFunction:
         """
         if self.is_batched:
             logged = _Logged([{} for _ in completions])
-            result = self._called(task, _of_group(task, completions, logged))
-            return [_awaited_with(result, logged) if inspect.isawaitable(result) else (result, logged)]
-        return [self._called(task, {**task.info, **self._of_one(task, c)}) for c in completions]
+            result = self._call_function(task, _of_group(task, completions, logged))
+            return [_await_with(result, logged) if inspect.isawaitable(result) else (result, logged)]
+        return [self._call_function(task, {**task.info, **self._of_one(task, c)}) for c in completions]
 
     def scores(self, results: Sequence[object], num_completions: int) -> list[Score]:
         """Convert the results of the calls, see `results_of`, to one score per completion."""
@@ -256,7 +256,7 @@ class RewardFunction:
         result, logged = outcome
         if isinstance(result, Score):
             return [result] * num_completions
-        return logged.added_to(scores_of_list(result, num_completions))
+        return logged.add_to(scores_of_list(result, num_completions))
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -278,7 +278,7 @@ class RewardFunction:
             given["extra_info"] = task.info.get("extra_info", {})
         return given
 
-    def _called(self, task: Task, given: Mapping[str, object]) -> object:
+    def _call_function(self, task: Task, given: Mapping[str, object]) -> object:
         if missing := [name for name in self.required if name not in given]:
             return Score(None, f"the row of task {task.id} has no {', '.join(missing)}")
         if not self.takes_all:
@@ -292,7 +292,7 @@ class RewardFunction:
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def _made(spec: str, cls: Callable[..., object], args: Mapping[str, Json]) -> Callable[..., object]:
+def _instantiate(spec: str, cls: Callable[..., object], args: Mapping[str, Json]) -> Callable[..., object]:
     """Instantiate a class; its constructor may reject `args` with `ValueError` or `ConfigError`."""
     parameters = _parameters(spec, cls)
     _check_known(spec, args, [p.name for p in parameters])
@@ -358,14 +358,14 @@ class _Logged:
             if isinstance(value, SupportsFloat) and math.isfinite(number := float(value)):
                 own[encodable(str(name))] = number
 
-    def added_to(self, scores: Sequence[Score]) -> list[Score]:
+    def add_to(self, scores: Sequence[Score]) -> list[Score]:
         return [
             replace(score, parts={**score.parts, **own}) if score.value is not None else score
             for score, own in zip(scores, self.parts, strict=True)
         ]
 
 
-async def _awaited_with(result: Awaitable[object], logged: _Logged) -> tuple[object, _Logged]:
+async def _await_with(result: Awaitable[object], logged: _Logged) -> tuple[object, _Logged]:
     return await result, logged
 
 
@@ -405,7 +405,7 @@ def known_score(episode: Episode) -> Score | None:
     return None if root.reward is None else score_of(root.reward)
 
 
-def judged_in(episodes: Sequence[Episode]) -> list[tuple[int, int]]:
+def judged_agents(episodes: Sequence[Episode]) -> list[tuple[int, int]]:
     """Return index and trajectory of each agent, not a root, that the reward functions judge in episodes that did not
     fail."""
     return [
@@ -429,7 +429,7 @@ def score_of(value: object) -> Score:
         return value
     if isinstance(value, Mapping):
         if "score" not in value:
-            return Score(None, f"returned {_shown(value)}, which has no `score`")
+            return Score(None, f"returned {_value_excerpt(value)}, which has no `score`")
         score = score_of(value["score"])
         if score.value is None:
             return score
@@ -438,11 +438,11 @@ def score_of(value: object) -> Score:
     if value is None:
         return NOT_APPLICABLE
     if not isinstance(value, SupportsFloat):
-        return Score(None, f"returned {_shown(value)}, not a number")
+        return Score(None, f"returned {_value_excerpt(value)}, not a number")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        return Score(None, f"returned {_shown(value)}, not a number")
+        return Score(None, f"returned {_value_excerpt(value)}, not a number")
     return _finite(number)
 
 
@@ -457,7 +457,7 @@ def scores_of_list(result: object, num_completions: int) -> list[Score]:
         with suppress(TypeError):  # a zero-dimensional tensor
             values = list(result)
     if values is None:
-        problem = f"returned {_shown(result)}, not a list of {num_completions} numbers"
+        problem = f"returned {_value_excerpt(result)}, not a list of {num_completions} numbers"
     elif len(values) != num_completions:
         problem = f"returned {len(values)} rewards for {num_completions} completions"
     else:
@@ -466,10 +466,10 @@ def scores_of_list(result: object, num_completions: int) -> list[Score]:
 
 
 async def _all(results: Sequence[object]) -> list[object]:
-    return await asyncio.gather(*map(_awaited, results))
+    return await asyncio.gather(*map(_await_result, results))
 
 
-async def _awaited(result: object) -> object:
+async def _await_result(result: object) -> object:
     try:
         return await result if inspect.isawaitable(result) else result
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  (the boundary to user code)
@@ -477,9 +477,9 @@ async def _awaited(result: object) -> object:
 
 
 def _failure(error: BaseException) -> Score:
-    return Score(None, str(error) if isinstance(error, CannotScore) else f"raised {described(error, through=1)}")
+    return Score(None, str(error) if isinstance(error, CannotScore) else f"raised {describe_error(error, through=1)}")
 
 
-def _shown(value: object) -> str:
+def _value_excerpt(value: object) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

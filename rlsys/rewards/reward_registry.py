@@ -68,7 +68,7 @@ def find(spec: str) -> Callable[..., object]:
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward {spec!r}: cannot import {place}: {described(error)}") from error
+        raise ConfigError(f"reward {spec!r}: cannot import {place}: {describe_error(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
@@ -76,7 +76,7 @@ def find(spec: str) -> Callable[..., object]:
     return function
 
 
-def described(error: BaseException, *, through: int = -1) -> str:
+def describe_error(error: BaseException, *, through: int = -1) -> str:
     """Describe an exception and its place: `ValueError: no digits at rewards.py:12`.
 
     The place is the innermost frame, or the faulty line for a `SyntaxError`; frames of the import system do not count.

@@ -89,7 +89,7 @@ class RewardServer:
         )
         told = await self._answer(body)
         if not isinstance(told, dict) or "rewards" not in told:
-            raise CannotScore(f"{self.url} answered {_shown(told)}, which has no `rewards`")
+            raise CannotScore(f"{self.url} answered {_value_excerpt(told)}, which has no `rewards`")
         return told["rewards"]
 
     async def _answer(self, body: bytes) -> object:
@@ -101,7 +101,7 @@ class RewardServer:
             attempt = 0
             while True:
                 try:
-                    return await self._posted(client, body)
+                    return await self._post_once(client, body)
                 except _TryAgain as error:
                     if attempt == self.retries:
                         text = f"no rewards from {self.url}, asked {attempt + 1} times: {error}"
@@ -109,7 +109,7 @@ class RewardServer:
                     await asyncio.sleep(FIRST_WAIT_S * 2**attempt if error.after_s is None else error.after_s)
                 attempt += 1
 
-    async def _posted(self, client: aiohttp.ClientSession, body: bytes) -> object:
+    async def _post_once(self, client: aiohttp.ClientSession, body: bytes) -> object:
         """Post once. Raises `_TryAgain`, or `CannotScore` for a refusal that would be repeated."""
         try:
             async with client.post(self.url, data=body, allow_redirects=False) as response:
@@ -123,7 +123,7 @@ class RewardServer:
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError:
-            raise CannotScore(f"{self.url} answered {_shown(text)}, which is not JSON") from None
+            raise CannotScore(f"{self.url} answered {_value_excerpt(text)}, which is not JSON") from None
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -131,6 +131,6 @@ def _seconds(retry_after: str | None) -> float | None:
     return float(retry_after) if retry_after and retry_after.isdecimal() else None
 
 
-def _shown(value: object) -> str:
+def _value_excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -10,7 +10,7 @@ from rlsys.errors import CannotScore
 
 def exact(completion: str, answer: str | None) -> float:
     """1 if the completion equals the answer, except for surrounding whitespace; else 0."""
-    return float(completion.strip() == expected(answer).strip())
+    return float(completion.strip() == expected_answer(answer).strip())
 
 
 def zero() -> float:
@@ -32,14 +32,16 @@ class Regex:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for invalid fields."""
-        _compiled(self.pattern)
+        _compile_pattern(self.pattern)
         if self.counts not in ("first", "last", "any"):
             raise ValueError(f"counts is {self.counts!r}; give first, last or any")
 
     def __call__(self, completion: str, answer: str | None) -> float:
         """Score one completion."""
-        wanted = expected(answer).strip()
-        found = [match[1 if match.re.groups else 0] or "" for match in _compiled(self.pattern).finditer(completion)]
+        wanted = expected_answer(answer).strip()
+        found = [
+            match[1 if match.re.groups else 0] or "" for match in _compile_pattern(self.pattern).finditer(completion)
+        ]
         if self.counts != "any":
             found = found[:1] if self.counts == "first" else found[-1:]
         return float(any(text.strip() == wanted for text in found))
@@ -54,21 +56,21 @@ class Format:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an invalid pattern."""
-        _compiled(self.pattern)
+        _compile_pattern(self.pattern)
 
     def __call__(self, completion: str) -> float:
         """Score one completion."""
-        return float(_compiled(self.pattern).fullmatch(completion.strip()) is not None)
+        return float(_compile_pattern(self.pattern).fullmatch(completion.strip()) is not None)
 
 
-def expected(answer: str | None) -> str:
+def expected_answer(answer: str | None) -> str:
     """Return the answer of the task. Raises `CannotScore` if its row has none."""
     if answer is None:
         raise CannotScore("the row has no answer")
     return answer
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a pattern; `re` caches it. Raises `ValueError`."""
     try:
         return re.compile(pattern, re.DOTALL)

@@ -29,7 +29,7 @@ class KnownPrefixes(Generic[V]):
     def put(self, ids: tuple[int, ...], value: V, mark: Hashable = None) -> V | None:
         """Give a sequence a value; return the one before, if it had one. Sequences with different marks differ."""
         key = (mark, len(ids), ids[-NUM_COMPARED:])
-        before = self._removed(key) if key in self._known else None
+        before = self._remove_key(key) if key in self._known else None
         self._add(key, value)
         return before
 
@@ -54,7 +54,7 @@ class KnownPrefixes(Generic[V]):
                 continue
             key = (mark, length, prompt_ids[max(0, length - NUM_COMPARED) : length])
             if key in self._known and is_right(self._known[key], length):
-                value = self._removed(key)
+                value = self._remove_key(key)
                 if not removes:
                     self._add(key, value)
                 return value
@@ -62,17 +62,17 @@ class KnownPrefixes(Generic[V]):
 
     def pop_oldest(self) -> V:
         """Forget the least recently used sequence, and return its value."""
-        return self._removed(next(iter(self._known)))
+        return self._remove_key(next(iter(self._known)))
 
     def drop(self, is_gone: Callable[[Hashable], bool]) -> list[V]:
         """Forget the sequences of some marks, and return their values."""
-        return [self._removed(key) for key in [key for key in self._known if is_gone(key[0])]]
+        return [self._remove_key(key) for key in [key for key in self._known if is_gone(key[0])]]
 
     def _add(self, key: tuple[Hashable, int, tuple[int, ...]], value: V) -> None:
         self._known[key] = value
         self._lengths.setdefault(key[0], Counter())[key[1]] += 1
 
-    def _removed(self, key: tuple[Hashable, int, tuple[int, ...]]) -> V:
+    def _remove_key(self, key: tuple[Hashable, int, tuple[int, ...]]) -> V:
         mark, length, _ = key
         of_mark = self._lengths[mark]
         of_mark[length] -= 1

@@ -207,7 +207,7 @@ class _Tokens:
         self._parts = [Completion.join(self._parts)] if self._parts else []
         return self._parts[0] if self._parts else None
 
-    def begun(self) -> Completion | None:
+    def partial(self) -> Completion | None:
         """All tokens so far for another request; None if there are none."""
         whole = self.whole()
         return replace(whole, finish=None) if whole is not None and whole.output_ids else None
@@ -438,7 +438,7 @@ class RequestRouter:
             is_holder = claim.hold is not None and claim.hold.replica == place.name
             hold = claim.hold.id if claim.hold is not None and is_holder else ""
             sent = Request(
-                request.id, request.prompt_ids, request.sampling, request.seed, tokens.begun(), request.sampled,
+                request.id, request.prompt_ids, request.sampling, request.seed, tokens.partial(), request.sampled,
                 claim.wanted, hold, take is not None,
             )  # fmt: skip
             self._note_prefix(request.prompt_ids, place, claim)

@@ -87,10 +87,10 @@ class Request:
     @property
     def num_begun(self) -> int:
         """Number of tokens sampled before this request."""
-        return len(self.begun_ids)
+        return len(self.given_ids)
 
     @property
-    def begun_ids(self) -> tuple[int, ...]:
+    def given_ids(self) -> tuple[int, ...]:
         """Tokens sampled before this request."""
         return self.begun.output_ids if self.begun else ()
 

@@ -165,12 +165,12 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
                 closing(StoredFiles(folder, limits.files, is_apart=bwrap is not None)) as stored,
                 closing(WrittenBytes()) as written,
             ):
-                async with _started(folder, stdin, told, output, limits, bwrap) as process:
-                    exceeded = await _exceeded(process, report, stored, written, output, limits)
+                async with _start_program(folder, stdin, told, output, limits, bwrap) as process:
+                    exceeded = await _wait_for_limit(process, report, stored, written, output, limits)
         report.look()
     assert process.returncode is not None
     text = output.kept.replace(os.fsencode(folder + os.sep), b"").decode(errors="replace")
-    guards = (*(("bubblewrap",) if bwrap else ()), *_reported(report.line, process, exceeded, text))
+    guards = (*(("bubblewrap",) if bwrap else ()), *_parse_report(report.line, process, exceeded, text))
     exit_code = process.returncode if bwrap is None else _inner_exit_code(process.returncode)
     return PythonResult(text, exit_code, time.monotonic() - began, exceeded, output.is_cut, guards)
 
@@ -199,7 +199,7 @@ def _bubblewrap(requires: Sequence[Guard]) -> str | None:
 
 
 @contextmanager
-def _wrapped(bwrap: str | None, folder: str, limits: ProgramLimits) -> Iterator[tuple[list[str], list[int]]]:
+def _bubblewrap_command(bwrap: str | None, folder: str, limits: ProgramLimits) -> Iterator[tuple[list[str], list[int]]]:
     """Yield the command line of bubblewrap and the descriptors that it inherits; both are empty without it."""
     if bwrap is None:
         yield [], []
@@ -212,7 +212,7 @@ def _wrapped(bwrap: str | None, folder: str, limits: ProgramLimits) -> Iterator[
 
 
 @asynccontextmanager
-async def _started(
+async def _start_program(
     folder: str,
     stdin: str,
     told: socket.socket,
@@ -237,7 +237,7 @@ async def _started(
     launcher = (sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(asked))
     program = (sys.executable, "-s", "-P", "-u", "-X", "utf8", "main.py")
     async with capturing(output) as write:
-        with tempfile.TemporaryFile() as given, _wrapped(bwrap, folder, limits) as (wrapped, files):
+        with tempfile.TemporaryFile() as given, _bubblewrap_command(bwrap, folder, limits) as (wrapped, files):
             try:
                 given.write(stdin.encode(errors="replace"))
                 given.seek(0)
@@ -263,7 +263,7 @@ async def _started(
             await process.wait()
 
 
-async def _exceeded(
+async def _wait_for_limit(
     process: asyncio.subprocess.Process,
     report: LauncherReport,
     stored: StoredFiles,
@@ -306,7 +306,7 @@ async def _exceeded(
 async def _folder(code: str) -> AsyncIterator[str]:
     """Create a folder with `main.py`, and remove it on exit. The path has no symbolic links."""
     try:
-        top = _written(code)
+        top = _write_code(code)
     except OSError as error:
         raise ToolError(f"cannot write a program into a temporary folder: {error}") from error
     try:
@@ -318,7 +318,7 @@ async def _folder(code: str) -> AsyncIterator[str]:
             raise ToolError(f"cannot remove the folder of a program, {top}: {error}") from error
 
 
-def _written(code: str) -> str:
+def _write_code(code: str) -> str:
     top = Path(tempfile.mkdtemp(prefix="rlsys-")).resolve()
     try:
         (top / _HOME).mkdir()
@@ -340,7 +340,7 @@ def _remove(top: str) -> None:
         while folders:
             inner = os.open(folders[-1], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
             try:
-                nested = _emptied(inner, above, number)
+                nested = _empty_folder(inner, above, number)
             finally:
                 os.close(inner)
             os.rmdir(folders.pop(), dir_fd=above)
@@ -350,7 +350,7 @@ def _remove(top: str) -> None:
     Path(top).rmdir()
 
 
-def _emptied(folder: int, above: int, number: Iterator[int]) -> list[str]:
+def _empty_folder(folder: int, above: int, number: Iterator[int]) -> list[str]:
     """Delete the files of a folder and move its folders up; returns their new names."""
     nested: list[str] = []
     with os.scandir(folder) as entries:
@@ -368,7 +368,7 @@ def _emptied(folder: int, above: int, number: Iterator[int]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- report and environment
 
 
-def _reported(line: str, process: asyncio.subprocess.Process, exceeded: Watched | None, text: str) -> list[str]:
+def _parse_report(line: str, process: asyncio.subprocess.Process, exceeded: Watched | None, text: str) -> list[str]:
     if line.startswith("!"):
         raise _refusal(line[1:])
     if not line and exceeded is None:

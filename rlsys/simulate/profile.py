@@ -67,7 +67,7 @@ class Spread(Section):
     def at(self, quantile: float) -> float:
         """Return the value at a quantile between 0 and 1, both excluded."""
         if self.table:
-            return self._sorted[int(quantile * len(self.table))]
+            return self._sorted_table[int(quantile * len(self.table))]
         value = exp(self._mu + self.sigma * _NORMAL.inv_cdf(quantile)) if self.sigma else self.mean
         return value if self.cap is None else min(value, self.cap)
 
@@ -77,7 +77,7 @@ class Spread(Section):
         return max(self.table) if self.table else (self.cap or inf) if self.sigma else self.mean
 
     @cached_property
-    def _sorted(self) -> list[float]:
+    def _sorted_table(self) -> list[float]:
         return sorted(self.table)
 
     @cached_property
@@ -303,7 +303,7 @@ class Profile(Section):
         return self
 
 
-def named() -> list[str]:
+def profile_names() -> list[str]:
     """Names of the shipped profiles."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
@@ -312,7 +312,7 @@ def profile_path(name: str | Path) -> Path:
     """Return the file of a profile. Raises `ConfigError` for an unknown name that is not a path."""
     if isinstance(name, Path) or name.endswith((".yaml", ".yml", ".toml")) or "/" in name:
         return Path(name)
-    if name in named():
+    if name in profile_names():
         return FOLDER / f"{name}.yaml"
-    hint = nearest(name, named(), f"there are: {', '.join(named())}")
+    hint = nearest(name, profile_names(), f"there are: {', '.join(profile_names())}")
     raise ConfigError(f"unknown profile {name!r}; {hint} A file is given by its path, as in my/{name}.yaml")

@@ -47,7 +47,7 @@ class SimCluster(FakeWorld):
         self._sending.add(task := asyncio.get_running_loop().create_task(self._send(version)))
         task.add_done_callback(self._sending.discard)
 
-    async def held(self, at_least: PolicyVersion) -> PolicyVersion:
+    async def wait_for_version(self, at_least: PolicyVersion) -> PolicyVersion:
         """Return the newest version on the actor's node, once it is no older than `at_least`."""
         return await self.pull(-1, at_least)
 
@@ -86,7 +86,7 @@ class _Link:
         assert isinstance(data, Bucket)
         return data.hash
 
-    async def patched(self, base: Ref, delta: object) -> object:
+    async def apply_delta(self, base: Ref, delta: object) -> object:
         raise NotImplementedError("simulated versions have no deltas")
 
     async def own(self, data: object) -> Ref:

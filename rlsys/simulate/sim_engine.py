@@ -143,7 +143,7 @@ class SimEngine:
         """True if a request is running."""
         return bool(self._running)
 
-    def used_now(self) -> Used:
+    def current_use(self) -> Used:
         """Return the use of time up to this moment."""
         self._advance()
         return self.used

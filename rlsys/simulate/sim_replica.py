@@ -150,7 +150,7 @@ class SimReplica(FakeReplica):
     def version(self) -> PolicyVersion:
         return self._loaded
 
-    def assigned(self, assignment: Assignment) -> SimPlay:
+    def new_play(self, assignment: Assignment) -> SimPlay:
         return SimPlay(assignment, self)
 
     async def run(self, play: FakePlay) -> tuple[Group, ...]:
@@ -213,11 +213,11 @@ class SimReplica(FakeReplica):
                 self._is_loading = True  # from here on no group moves in
             elif self.profile.weight_change == "beside":
                 await self._until(lambda: len(self._resident()) < self.profile.resident_versions)
-            began_s, busy_s = now(), self.engine.used_now().busy_s
+            began_s, busy_s = now(), self.engine.current_use().busy_s
             newest = await self.pool.world.pull(self.place // self.profile.replicas_per_node, version)
             self._check_alive()
             await self._take_in(newest)
-            self.engine.used.exposed_s += now() - began_s - (self.engine.used_now().busy_s - busy_s)
+            self.engine.used.exposed_s += now() - began_s - (self.engine.current_use().busy_s - busy_s)
 
     async def _take_in(self, version: PolicyVersion) -> None:
         load_s, when = self.profile.weights.load_s, self.profile.weight_change
@@ -281,9 +281,9 @@ class SimRollouts(FakeRollouts):
         live = [replica for replica in self.replicas if replica.name in self.members and not replica.is_dead]
         return [replica.turns for replica in live or self.replicas]
 
-    def used(self) -> Used:
+    def total_use(self) -> Used:
         """Return the use of time of all replicas up to this moment, dead ones included."""
-        return sum((replica.engine.used_now() for replica in (*self.replicas, *self.ended)), Used())
+        return sum((replica.engine.current_use() for replica in (*self.replicas, *self.ended)), Used())
 
     def _weight(self, assignment: Assignment) -> int:
         return assignment.size * request_weight(self.workload.prompt_tokens(assignment.group_id))

@@ -142,7 +142,7 @@ class Simulation:
         await self.driver.run(0)
 
     @property
-    def trained(self) -> list[Group]:
+    def trained_groups(self) -> list[Group]:
         """All trained groups, in order."""
         return [group for _, group in self.world.trained]
 
@@ -159,7 +159,7 @@ class Simulation:
 
     def _mark(self) -> _Mark:
         num_dropped = self.driver.queue.dropped.total()
-        return _Mark(now(), self.rollouts.used(), len(self.world.trained), self.rollouts.num_moved, num_dropped)
+        return _Mark(now(), self.rollouts.total_use(), len(self.world.trained), self.rollouts.num_moved, num_dropped)
 
     def _report(self, wall_s: float) -> Report:
         first, last = self.marks[self.steps - self._num_measured], self.marks[self.steps]

@@ -26,7 +26,7 @@ from rlsys.testing.fake_pools import FakePinnedRollouts, FakeRewards, FakeRollou
 from rlsys.testing.fake_run import EventRecorder, FakeRun
 from rlsys.testing.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
 from rlsys.testing.fake_world import FakeWorld, RewardAsAdvantage, tasks
-from rlsys.testing.scripted_policy import ScriptedPolicy, played
+from rlsys.testing.scripted_policy import ScriptedPolicy, play_scripted
 from rlsys.testing.virtual_clock import VirtualLoop, run_virtual
 from rlsys.testing.world_state import Fault
 
@@ -47,7 +47,7 @@ __all__ = [
     "ScriptedPolicy",
     "VirtualLoop",
     "now",
-    "played",
+    "play_scripted",
     "run_virtual",
     "tasks",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from rlsys.agents.environment import Environment, Step, told
+from rlsys.agents.environment import Environment, Step, join_observation
 from rlsys.types import Prompt, Task
 
 
@@ -24,7 +24,7 @@ class FakeEnvironment(Environment):
 
     async def reset(self, task: Task, seed: int) -> Prompt:
         self.secret = Random(seed).randint(1, self.most)
-        return told(task.prompt, f"a number from 1 to {self.most}")
+        return join_observation(task.prompt, f"a number from 1 to {self.most}")
 
     async def step(self, reply: str) -> Step:
         self.tries -= 1

@@ -50,7 +50,7 @@ class FakePool:
         """Replace a member in the background, unless that has begun. Waits only if no member is alive."""
         if worker in self.members:
             self.members.remove(worker)
-            self._left(worker)
+            self._on_leave(worker)
             self.restarted.append(worker)
             self._recovering.append(asyncio.create_task(self._recover(worker, on_recovery)))
         await self._any_alive()
@@ -69,7 +69,7 @@ class FakePool:
         self.members.append(successor)
         on_recovery(worker, now() - began_s)
 
-    def _left(self, worker: str) -> None:
+    def _on_leave(self, worker: str) -> None:
         """Give no more work to `worker`."""
 
     async def _install(self, worker: str, successor: str) -> None:
@@ -122,7 +122,7 @@ class FakeReplica(ReplicaWork):
     async def ensure_version(self, version: PolicyVersion) -> None:
         """Do nothing: weights are pulled when a group requires newer ones."""
 
-    def assigned(self, assignment: Assignment) -> FakePlay:
+    def new_play(self, assignment: Assignment) -> FakePlay:
         """Return the play of a group that `run` is to roll out."""
         return FakePlay(assignment, self)
 
@@ -217,11 +217,11 @@ class FakeRollouts(FakePool):
         replica = cheapest(self._live() or self.replicas, weight)
         assert replica is not None, "a fake replica has room for all"
         replica.add(weight)
-        self.running[play := replica.assigned(assignment)] = None
+        self.running[play := replica.new_play(assignment)] = None
         try:
             return await replica.run(play)
         except WorkerDied as error:
-            self._left(error.worker)
+            self._on_leave(error.worker)
             raise
         finally:
             del self.running[play]
@@ -250,7 +250,7 @@ class FakeRollouts(FakePool):
     async def take_in(self, assignment: Assignment) -> PolicyVersion:
         """Return the version at the start of a group: the loaded one, or the relay's newest if that is too old."""
         if self.held < assignment.version:
-            self.held = await self.world.held(assignment.version)
+            self.held = await self.world.wait_for_version(assignment.version)
         return self.held
 
     def spans(self, first: PolicyVersion) -> Spans:
@@ -284,7 +284,7 @@ class FakePinnedRollouts(FakeRollouts):
         super().__init__(world, "eval", world.num_eval_replicas, world.eval_faults, world.eval_s)
 
     async def pin(self, version: PolicyVersion) -> None:
-        newest = await self.world.held(version)
+        newest = await self.world.wait_for_version(version)
         if newest != version:
             raise WeightsMismatch("relay", f"pinning version {version}", f"version {newest} has taken its place")
         self.held = version
@@ -312,14 +312,14 @@ class FakeRewards(FakePool):
         await self._any_alive()
         return self.members[0], await self._work(self.members[0], f"{phase} group {group_id}", seconds)
 
-    async def replaced(self, replacement: Replacement) -> Group:
+    async def replace_episode(self, replacement: Replacement) -> Group:
         group, donor, place = replacement.group, replacement.donor, replacement.episode
         await self._call("replacing an episode of", group.group_id, 0.0)
         await self.world.fetch("replace", [donor, group])
         assert isinstance(group.payload, tuple) and isinstance(donor.payload, tuple)
         episodes = with_episode(group.payload, place, donor.payload[replacement.donor_episode])
         own = (*group.payload[:place], *group.payload[place + 1 :])
-        return replacement.applied(episodes, versions_of(own, group.policy))
+        return replacement.build_group(episodes, versions_of(own, group.policy))
 
 
 def now() -> float:

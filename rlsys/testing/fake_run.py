@@ -17,7 +17,7 @@ from rlsys.loop.build_driver import WITHOUT_REPACKING, Constants, build_driver
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, Events, StepDone
-from rlsys.rewards.reward_function import RewardInput, RewardSum, judged_in, known_score
+from rlsys.rewards.reward_function import RewardInput, RewardSum, judged_agents, known_score
 from rlsys.stabilizer import Stabilizer, alone
 from rlsys.testing.fake_pools import now
 from rlsys.testing.fake_world import FakeWorld, tasks
@@ -110,7 +110,7 @@ class FakeRun:
             config.rollout.workflow.check(
                 source.tasks, group_size=config.algorithm.group_size, distribution=config.rollout.distribution
             )
-            world.play, world.judge = partial(_played, config, reply), Judge(config, source.tasks)
+            world.play, world.judge = partial(_play_session, config, reply), Judge(config, source.tasks)
         if gradients is not None and config.stabilizer is not None:
             world.steer = Steering(config.stabilizer.start(gradients(0)), gradients)
         events = Events([self.recorder], clock=now)
@@ -153,7 +153,7 @@ def fake_config(folder: Path, sections: Mapping[str, object]) -> Config:
     return Config.model_validate(merged)
 
 
-async def _played(
+async def _play_session(
     config: Config, reply: Callable[[str], str], assignment: Assignment, index: int, spans: Spans, worker: str
 ) -> Episode:
     """Play one session of the configured workflow, on the version at the start of its group."""
@@ -175,7 +175,7 @@ class Judge:
     def __call__(self, task: Task, group: Group) -> Iterable[Score]:
         assert isinstance(group.payload, tuple)
         known = {e: known_score(episode) for e, episode in enumerate(group.payload)}
-        judged = judged_in(group.payload)
+        judged = judged_agents(group.payload)
         asked = [
             [RewardInput.of(group.payload[e]) for e, score in known.items() if score is None],
             [RewardInput.of(group.payload[e], t) for e, t in judged],

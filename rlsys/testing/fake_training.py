@@ -13,7 +13,7 @@ from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
-from rlsys.loop.checkpoint import saved
+from rlsys.loop.checkpoint import copy_and_write
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.testing.fake_pools import now
@@ -125,10 +125,10 @@ class FakeSaving:
     folder: Path
     _state: str = ""
 
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         self._state = await self.model.copy_state()
 
-    async def written(self) -> Files:
+    async def write_copy(self) -> Files:
         return await self.model.write_state(self.folder, self._state)
 
 
@@ -217,7 +217,7 @@ class FakeActor(_FakeModel):
 
     async def record_evaluated(self, path: Path, version: PolicyVersion, evaluated: Sequence[TrainedGroup]) -> None:
         self._begin("record_evaluated")
-        await saved(self.record(path, version, evaluated))
+        await copy_and_write(self.record(path, version, evaluated))
 
     async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
         self._begin("save_groups")
@@ -237,10 +237,10 @@ class FakeRecording:
     step: int
     trained: Sequence[TrainedGroup]
 
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         await self.actor.copy_columns()
 
-    async def written(self) -> None:
+    async def write_copy(self) -> None:
         records = [RolloutRecord.of(self.step, o.task, o.group, _payload(o.group), o.assigned) for o in self.trained]
         write_rollouts(self.path, records)
 
@@ -290,7 +290,7 @@ class FakeRelays:
         self.world = world
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
-        await self.world.held(version)
+        await self.world.wait_for_version(version)
         num_bytes = self.world.num_bytes
         return Arrival(version, self.world.hash(version), num_bytes, num_bytes, self.world.broadcast_s)
 

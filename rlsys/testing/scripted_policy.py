@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlsys.agents.agent import Policy, Tell
-from rlsys.agents.tool_calls import described
+from rlsys.agents.tool_calls import describe_tools
 from rlsys.agents.workflow import Workflow
 from rlsys.types import (
     NO_OPTIONS,
@@ -57,8 +57,8 @@ class ScriptedPolicy:
     async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return await self.append(prompt)
-        offer = f"<tools>{described(options.tools)}\n" if options.tools else ""
-        text = offer + _written(prompt)
+        offer = f"<tools>{describe_tools(options.tools)}\n" if options.tools else ""
+        text = offer + _prompt_text(prompt)
         return await self.append(text.removesuffix("\n<assistant>") if prompt[-1]["role"] == "assistant" else text)
 
     async def append(self, text: str) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class ScriptedPolicy:
         new: tuple[Message, ...],
         options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:
-        return ids + await self.append("\n" + _written(new))
+        return ids + await self.append("\n" + _prompt_text(new))
 
     async def sample(
         self,
@@ -103,11 +103,11 @@ class ScriptedPolicy:
         return Turn(prompt_ids, ids, (-1.0,) * len(ids), (VersionSpan(self.version, len(ids)),), "stop", reply)
 
 
-def _written(messages: Sequence[Message]) -> str:
+def _prompt_text(messages: Sequence[Message]) -> str:
     return "\n".join([*(f"<{m['role']}>{m['content']}" for m in messages), "<assistant>"])
 
 
-def played(
+def play_scripted(
     workflow: Workflow,
     task: Task,
     reply: Callable[[str], str] | Policy | Mapping[str, Policy],

@@ -45,7 +45,7 @@ class Fault(Enum):
     """The reward function raises on every episode of the group."""
 
 
-def said(policy: str, group_id: int, episode: int, spans: Spans, text: str) -> Trajectory:
+def fixed_trajectory(policy: str, group_id: int, episode: int, spans: Spans, text: str) -> Trajectory:
     """Return three tokens of a policy, the same for the same group and episode."""
     turn = Turn((7, group_id % 97), (group_id % 97, episode, 1), (-0.5, -1.0, -0.25), spans, "stop", text)
     return Trajectory(policy, (turn,), policy=policy)
@@ -53,7 +53,7 @@ def said(policy: str, group_id: int, episode: int, spans: Spans, text: str) -> T
 
 async def three_tokens(assignment: Assignment, index: int, spans: Spans, worker: str) -> Episode:
     """Return an episode of one turn, the same for the same group and index."""
-    return Episode((said(POLICY, assignment.group_id, index, spans, f"{assignment.group_id}/{index}"),))
+    return Episode((fixed_trajectory(POLICY, assignment.group_id, index, spans, f"{assignment.group_id}/{index}"),))
 
 
 @dataclass
@@ -192,7 +192,7 @@ class WorldState:
     def hash(self, version: PolicyVersion) -> str:
         return f"hash-of-{version}"
 
-    async def held(self, at_least: PolicyVersion) -> PolicyVersion:
+    async def wait_for_version(self, at_least: PolicyVersion) -> PolicyVersion:
         """Return the relay's newest version, once it is no older than `at_least`."""
         while self.relay < at_least:
             self._arrived.clear()

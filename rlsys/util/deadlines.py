@@ -109,13 +109,13 @@ class Progress:
     def __init__(self) -> None:
         self._last_s: float | None = None
 
-    def moved(self) -> None:
+    def mark_progress(self) -> None:
         self._last_s = now()
 
     def idle_s(self) -> float:
         """Seconds since the last progress, or since the first call."""
         if self._last_s is None:
-            self.moved()
+            self.mark_progress()
         assert self._last_s is not None
         return now() - self._last_s
 
@@ -167,9 +167,9 @@ class Ticker:
     def _arm(self) -> None:
         """Begin a tick."""
         self._asked_s = min(TICK_S, max(0.0, self._nearest_s - self._counted_s))
-        self._tick = self._loop.call_later(self._asked_s, self._ticked)
+        self._tick = self._loop.call_later(self._asked_s, self._on_tick)
 
-    def _ticked(self) -> None:
+    def _on_tick(self) -> None:
         self._count()
         latest_s = self._counted_s + ROUNDING_S
         if self._nearest_s <= latest_s:
@@ -206,12 +206,12 @@ def remote(text: str, *, patience: float = 1.0) -> Callable[[F], F]:
     deadline, in multiples of the caller's deadline for an answer; `inf` waits for ever.
     """
 
-    def marked(method: F) -> F:
+    def mark_method(method: F) -> F:
         _, *names = signature(method).parameters
         _phases[method] = text, patience, tuple(names)
         return method
 
-    return marked
+    return mark_method
 
 
 def phase_of(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, float]:

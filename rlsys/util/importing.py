@@ -13,7 +13,7 @@ def import_from_here() -> None:
         sys.path.insert(0, here)
 
 
-def imported(kind: str, spec: str) -> object:
+def import_object(kind: str, spec: str) -> object:
     """Return the object named by `module:name`, which should be a `kind`, e.g. `tool`.
 
     Raises `ValueError` with the reason if it cannot be imported, for any exception in the module.

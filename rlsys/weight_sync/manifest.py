@@ -125,11 +125,11 @@ def pack(rectangles: Iterable[Rectangle], bucket_bytes: int = BUCKET_BYTES) -> l
                 buckets.append(())
                 room = bucket_bytes
             buckets[-1] += (piece,)
-            room -= padded(piece.num_bytes)
+            room -= padded_size(piece.num_bytes)
     return buckets
 
 
-def padded(num_bytes: int) -> int:
+def padded_size(num_bytes: int) -> int:
     """Round up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 

@@ -57,7 +57,7 @@ class ChainMember(RelayPeer, Protocol):
 
     async def accept(self, version: PolicyVersion, rank: int, sources: Sequence[RelayPeer]) -> None: ...
 
-    async def held(self) -> Holding: ...
+    async def holding(self) -> Holding: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Store(Protocol):
     async def digest(self, data: object) -> str:
         """Return the hash of the bytes, as used in manifests."""
 
-    async def patched(self, base: Ref, delta: object) -> object:
+    async def apply_delta(self, base: Ref, delta: object) -> object:
         """Return the bytes of the newer bucket, from a local older one. They are any bytes if either is damaged."""
 
     async def own(self, data: object) -> Ref:
@@ -265,7 +265,7 @@ class Relay:
     # --------------------------------------------------------------------------------------------------------- failure
 
     @remote("telling what it has")
-    async def held(self) -> Holding:
+    async def holding(self) -> Holding:
         """Return the complete versions and those being received."""
         versions = (*sorted(self._complete, reverse=True), *sorted(self._known.keys() - self._complete.keys()))
         return Holding(tuple(a for v in versions for a in self._known[v].values()), self._pinned, self._link)
@@ -295,7 +295,7 @@ class Relay:
     async def _holding(self, neighbour: ChainMember) -> Holding:
         """Return the versions of a neighbour; none if it does not answer."""
         try:
-            return await with_deadline(neighbour.held(), self._wait_s, neighbour.name, "telling what it has")
+            return await with_deadline(neighbour.holding(), self._wait_s, neighbour.name, "telling what it has")
         except FAILURES:
             return Holding((), None)  # its supervisor will notice
 
@@ -367,7 +367,7 @@ class Relay:
             source = sources[0]
             try:
                 ref = await with_deadline(source.give(bucket.hash, wait=wait), self._wait_s, source.name, phase)
-                ref = await self._copied(ref, bucket, source.name, phase)
+                ref = await self._copy_bucket(ref, bucket, source.name, phase)
             except FAILURES:
                 if source is sources[-1]:
                     raise
@@ -386,7 +386,7 @@ class Relay:
         try:
             ref = await with_deadline(source.give(delta.name, wait=wait), self._wait_s, source.name, phase)
             data = await with_deadline(self._store.fetch(ref, source.name), self._wait_s, source.name, phase)
-            whole = await self._store.patched(base, data)
+            whole = await self._store.apply_delta(base, data)
             if await self._store.digest(whole) != delta.bucket:
                 return False
             own, kept = await self._store.own(whole), await self._store.own(data)
@@ -396,7 +396,7 @@ class Relay:
         await self._put(delta.bucket, own)
         return True
 
-    async def _copied(self, ref: Ref, bucket: Bucket, source: str, phase: str) -> Ref:
+    async def _copy_bucket(self, ref: Ref, bucket: Bucket, source: str, phase: str) -> Ref:
         """Return a reference to a local copy, or `ref` itself if there is no memory for one. Readers then read from the
         source, and the next version with this bucket tries to copy it again. Raises `WeightsMismatch` if the bytes do
         not match the manifest."""
@@ -511,7 +511,7 @@ async def broadcast(
         for relay in relays
     ]
 
-    async def led(i: int) -> None:
+    async def announce_to(i: int) -> None:
         await told[i]
         parent = parent_of[i]
         if i:
@@ -521,7 +521,7 @@ async def broadcast(
         sources = [relays[j] for j in ([parent, *others] if i else []) if not failed[j]]
         await relays[i].accept(part.version, part.rank, sources)
 
-    tasks = [asyncio.create_task(led(i)) for i in range(len(relays))]
+    tasks = [asyncio.create_task(announce_to(i)) for i in range(len(relays))]
     for task in tasks:  # relays report errors by `watch`: no caller has to await these
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return tasks

@@ -123,7 +123,7 @@ class WeightSync:
         """
         for earlier in [task for task in self._arriving.values() if task.done()]:
             earlier.result()
-        await self.arrived(version - ON_THE_WAY)
+        await self.wait_for_arrival(version - ON_THE_WAY)
         receipt = await with_deadline(
             self.actor.publish(version), self._deadline_s(), "actor", f"publishing version {version}"
         )
@@ -131,7 +131,7 @@ class WeightSync:
         self._arriving[version] = asyncio.create_task(self._arrive(receipt))
         return receipt
 
-    async def arrived(self, version: PolicyVersion) -> str | None:
+    async def wait_for_arrival(self, version: PolicyVersion) -> str | None:
         """Return the hash of `version`, once it has arrived; None if it was never published, or is removed.
 
         Raises the error that prevented the arrival.
@@ -140,9 +140,9 @@ class WeightSync:
             await asyncio.shield(self._arriving[version])
         return self.published.get(version)
 
-    async def settled(self) -> None:
+    async def wait_for_arrivals(self) -> None:
         """Return once all published versions have arrived. Raises the error that prevented an arrival."""
-        await asyncio.gather(*(self.arrived(version) for version in list(self._arriving)))
+        await asyncio.gather(*(self.wait_for_arrival(version) for version in list(self._arriving)))
 
     def give_up(self) -> None:
         """Stop waiting for arrivals: their versions count as never published."""
@@ -160,7 +160,7 @@ class WeightSync:
                 f"tokens of version {group.oldest_version}, but its permit asks for {group.permit_version} or newer",
             )
         for span in group.versions:
-            expected = await self.arrived(span.version)
+            expected = await self.wait_for_arrival(span.version)
             held = {a.hash: a.replica for a in group.weights if a.version == span.version}
             if held.keys() != {expected}:
                 wrong = [name for name in held if name != expected]

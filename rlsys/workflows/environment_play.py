@@ -46,7 +46,7 @@ class EnvironmentPlay(Workflow):
     system: str | None = None
     """System message of the agent; None: the context opens with the task's prompt."""
 
-    def made(self) -> Environment:
+    def make_environment(self) -> Environment:
         """Create the environment of one episode. Raises `ConfigError`."""
         return make(self.environment, self.args)
 
@@ -55,12 +55,12 @@ class EnvironmentPlay(Workflow):
 
         Creates and closes one environment, in a thread, since the caller may already run an event loop.
         """
-        world = Watched(self.made(), self.environment, self.step_timeout_s)
+        world = Watched(self.make_environment(), self.environment, self.step_timeout_s)
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, world.close()).result()
 
     async def run(self, session: Session) -> None:
-        async with session.enter(Watched(self.made(), self.environment, self.step_timeout_s)) as world:
+        async with session.enter(Watched(self.make_environment(), self.environment, self.step_timeout_s)) as world:
             agent = session.agent("policy", system=self.system)
             prompt, total, is_scored = world.opening, 0.0, False
             if len(world.tools):  # which plain text cannot offer
@@ -69,7 +69,7 @@ class EnvironmentPlay(Workflow):
                 session.reward(total)
             while True:
                 reply = await (agent.use(prompt, world.tools) if len(world.tools) else agent.chat(prompt))
-                with session.timed("environment", "step", agent):
+                with session.record_span("environment", "step", agent):
                     step = await world.step(reply)
                 if step.reward is not None and self.reward != "task":
                     total, is_scored = step.reward + (total if self.reward == "sum" else 0.0), True

@@ -17,7 +17,7 @@ from rlsys.agents.tool_calls import spoken
 from rlsys.agents.tools import Tool, Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.errors import ToolError
-from rlsys.workflows.tool_use import ToolNames, move, opened, toolbox_of
+from rlsys.workflows.tool_use import ToolNames, move, opening_messages, toolbox_of
 
 LEAD = (
     "You lead subagents who work in parallel and know nothing but the task you give them. Split the problem into "
@@ -63,7 +63,7 @@ class LeadSubagents(Workflow):
 
     async def run(self, session: Session) -> None:
         lead = session.agent("lead")
-        prompt = opened(self.lead_system, session.task.prompt)
+        prompt = opening_messages(self.lead_system, session.task.prompt)
         await lead.use(prompt, Toolbox(self._delegation(session, lead)), max_turns=self.max_lead_turns)
 
     def _delegation(self, session: Session, lead: Agent) -> Tool:
@@ -93,7 +93,7 @@ class LeadSubagents(Workflow):
 
     async def work(self, session: Session, subagent: Agent, task: str) -> str:
         """Let one subagent do its task, and return its final reply without its thinking."""
-        prompt, toolbox = opened(self.subagent_system, task), self.toolbox()
+        prompt, toolbox = opening_messages(self.subagent_system, task), self.toolbox()
         if len(subagent.path) < self.max_depth:
             toolbox = Toolbox(*toolbox.tools.values(), self._delegation(session, subagent))
         return spoken(await subagent.use(prompt, toolbox, max_turns=self.max_subagent_turns))

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from rlsys.agents.tool_calls import written_out
+from rlsys.agents.tool_calls import with_calls_as_text
 from rlsys.agents.workflow import Session, SingleTurn, Workflow
-from rlsys.data.row_adapters import RowProblem, listed, message_of, named
+from rlsys.data.row_adapters import RowProblem, describe_type, message_of, problem_lines
 from rlsys.errors import ConfigError, DataError
 from rlsys.types import Distribution, Json, Message, Prompt, Task
 
@@ -55,7 +55,7 @@ class Offline(Workflow):
             )
         problems = [f"row {n}: {problem}" for n, task in enumerate(tasks, 1) if (problem := self._problem_in(task))]
         if problems:
-            raise DataError("\n  ".join(listed("data.path", problems, f" by rollout.workflow={name}")))
+            raise DataError("\n  ".join(problem_lines("data.path", problems, f" by rollout.workflow={name}")))
 
     def in_evaluation(self) -> Workflow:
         """Return the single-turn workflow: in evaluation the policy samples its reply."""
@@ -104,7 +104,7 @@ def exchanges_of(task: Task) -> Iterator[tuple[Prompt, str]]:
         yield task.prompt, _reply(completion)
         return
     if not isinstance(completion, list):
-        raise RowProblem(f"`completion` is {named(completion)}; give text or a list of messages")
+        raise RowProblem(f"`completion` is {describe_type(completion)}; give text or a list of messages")
     if isinstance(task.prompt, str):
         raise RowProblem("the `prompt` is text and the `completion` a list of messages; give both alike")
     yield from _replies_in(task.prompt, completion, "completion")
@@ -120,7 +120,7 @@ def _replies_in(said: tuple[Message, ...], conversation: list[Json], column: str
         elif not said:
             raise RowProblem(f"the `{column}` has a message of the assistant that answers none; remove it, or join two")
         else:
-            yield said, _reply(written_out(message)["content"])
+            yield said, _reply(with_calls_as_text(message)["content"])
             said = ()
 
 

@@ -39,7 +39,7 @@ from rlsys.errors import ConfigError, DataError
 from rlsys.gateway.gateway_server import HOST, Endpoint, shared_gateway
 from rlsys.sandbox.programs import ProgramFailed, run_program
 from rlsys.types import POLICY, Distribution, Task
-from rlsys.util.importing import imported
+from rlsys.util.importing import import_object
 from rlsys.workflows.tool_use import loadable
 
 ARGUMENTS = ("task", "prompt", "base_url", "api_key", "model")
@@ -54,7 +54,7 @@ class _Late(Exception):
 @cache
 def _function(spec: str) -> tuple[Callable[..., Awaitable[object]], tuple[str, ...]]:
     """Import an agent function; returns it and the names of its arguments. Raises `ValueError` if it is invalid."""
-    found = imported("agent", spec)
+    found = import_object("agent", spec)
     if not callable(found) or not inspect.iscoroutinefunction(found):
         raise ValueError(f"the agent {spec!r} is not an async function; run other code as a `command`")
     parameters = inspect.signature(found).parameters.values()
@@ -112,7 +112,7 @@ class OpenAIAgent(Workflow):
         try:
             async with shared_gateway() as gateway, gateway.serve(session) as endpoint:
                 try:
-                    returned = await self._returned(session.task, endpoint)
+                    returned = await self._run_agent(session.task, endpoint)
                 finally:
                     await endpoint.close()
                     _seat(session, endpoint.conversations.last_speaker)
@@ -147,7 +147,7 @@ class OpenAIAgent(Workflow):
     def _root(self, session: Session) -> Agent:
         return session.agents[0] if session.agents else session.agent(self.model)
 
-    async def _returned(self, task: Task, endpoint: Endpoint) -> object:
+    async def _run_agent(self, task: Task, endpoint: Endpoint) -> object:
         if self.agent is None:
             text = task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt)
             command = [part.replace("{model}", self.model).replace("{prompt}", text) for part in self.command]

@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.types import Prompt
-from rlsys.workflows.tool_use import opened
+from rlsys.workflows.tool_use import opening_messages
 
 DRAFT = "Think about the task on your own, and say what you find. You may be given notes from earlier attempts."
 DISTILL = (
@@ -67,4 +67,4 @@ class ParallelDrafts(Workflow):
 
     def write(self, session: Session, system: str, notes: str) -> Prompt:
         """Write the prompt of an agent."""
-        return opened(system, session.task.prompt, f"\n\nNotes:\n{notes}" if notes else "")
+        return opening_messages(system, session.task.prompt, f"\n\nNotes:\n{notes}" if notes else "")

@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Session
 from rlsys.types import Prompt
-from rlsys.workflows.tool_use import ToolUse, move, opened
+from rlsys.workflows.tool_use import ToolUse, move, opening_messages
 
 EXECUTOR = (
     "Solve the task in stages. In a stage you work towards its sub-goal with its tools. When it is reached, or leads "
@@ -63,7 +63,7 @@ class Reconfiguring(ToolUse):
     async def run(self, session: Session) -> None:
         agent = session.agent("policy")
         executor = Executor(self.toolbox())
-        prompt: Prompt | None = opened(self.system, session.task.prompt, str(executor.stage))
+        prompt: Prompt | None = opening_messages(self.system, session.task.prompt, str(executor.stage))
         while not executor.is_over:
             stage, tools = executor.stage, executor.moves()
             reply = await agent.act(prompt, tools)
@@ -71,7 +71,7 @@ class Reconfiguring(ToolUse):
                 return
             prompt = await agent.answer(reply.calls, tools)
             if executor.stage is not stage and executor.stage.mode == "truncation":
-                agent.rewrite(opened(self.system, session.task.prompt, str(executor.stage)))
+                agent.rewrite(opening_messages(self.system, session.task.prompt, str(executor.stage)))
                 prompt = None
 
 

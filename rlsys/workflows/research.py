@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.workflow import BudgetSpent, Reply, Session
 from rlsys.types import Prompt, Task
-from rlsys.workflows.tool_use import ToolUse, opened
+from rlsys.workflows.tool_use import ToolUse, opening_messages
 
 RESEARCHER = (
     "Answer the question by research, in rounds. In every round you see the question, your report and what your last "
@@ -65,8 +65,8 @@ class Research(ToolUse):
     def write(self, task: Task, state: State) -> Prompt:
         """Write the prompt of a round."""
         if state == State():
-            return opened(self.system, task.prompt)
-        return opened(
+            return opening_messages(self.system, task.prompt)
+        return opening_messages(
             self.system, task.prompt, f"Your report so far:\n{state.report}\n\nYour last action:\n{state.last}"
         )
 

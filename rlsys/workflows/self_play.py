@@ -20,8 +20,8 @@ from rlsys.agents.tool_calls import spoken
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.errors import ToolError
 from rlsys.types import Prompt, Task
-from rlsys.util.importing import imported
-from rlsys.workflows.tool_use import loadable, opened
+from rlsys.util.importing import import_object
+from rlsys.workflows.tool_use import loadable, opening_messages
 
 PROPOSER = "Make one task of the kind that you are asked for, and write it within <task> and </task>."
 SOLVER = "Solve the task."
@@ -35,7 +35,7 @@ _TASK = re.compile(r"<task>(.+?)</task>", re.DOTALL)
 
 def load_judge(spec: str) -> Callable[[str, str], float]:
     """Import the function `module:name`. Raises `ValueError`."""
-    found = imported("judge", spec)
+    found = import_object("judge", spec)
     if not callable(found):
         raise ValueError(f"the judge {spec!r} is no function")
     return cast("Callable[[str, str], float]", found)
@@ -96,7 +96,7 @@ class SelfPlay(Workflow):
 
     def ask(self, task: Task) -> Prompt:
         """Write the proposer's prompt; `task` describes the kind of task to make."""
-        return opened(PROPOSER, task.prompt)
+        return opening_messages(PROPOSER, task.prompt)
 
     def read(self, reply: str) -> str | None:
         """Parse the task in a proposer's reply; None if there is none."""
@@ -105,4 +105,4 @@ class SelfPlay(Workflow):
 
     async def solve(self, solver: Agent, task: str) -> str:
         """Let one solver try the task, and return its reply."""
-        return await solver.chat(opened(SOLVER, task))
+        return await solver.chat(opening_messages(SOLVER, task))

@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.errors import ToolError
-from rlsys.workflows.tool_use import move, opened
+from rlsys.workflows.tool_use import move, opening_messages
 
 PARENT = (
     "Solve the problem. Where several ways are worth a try, spawn a child for each: they think in parallel, know "
@@ -62,7 +62,7 @@ class SpawnJoin(Workflow):
             """Start a child for each context. They think in parallel; returns what each of them joins, in order."""
             return self.report(await self.spawn(session, parent, contexts))
 
-        prompt = opened(self.parent_system, session.task.prompt)
+        prompt = opening_messages(self.parent_system, session.task.prompt)
         await parent.use(prompt, Toolbox(move(spawn)), max_turns=self.max_parent_turns)
 
     async def spawn(self, session: Session, parent: Agent, contexts: Sequence[str]) -> list[str]:
@@ -84,7 +84,7 @@ class SpawnJoin(Workflow):
             joined.append(text)
             return ""
 
-        prompt, tools = opened(self.child_system, context), Toolbox(move(join))
+        prompt, tools = opening_messages(self.child_system, context), Toolbox(move(join))
         for _ in range(self.max_child_turns):
             reply = await child.act(prompt, tools)
             prompt = await child.answer(reply.calls, tools)

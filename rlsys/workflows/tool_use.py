@@ -10,11 +10,11 @@ from typing import Annotated, TypeVar, cast
 
 from pydantic import AfterValidator
 
-from rlsys.agents.session_record import appended, messages_of
+from rlsys.agents.session_record import append_paragraph, messages_of
 from rlsys.agents.tools import Tool, Toolbox, tool
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.types import Message, Prompt
-from rlsys.util.importing import imported
+from rlsys.util.importing import import_object
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 @cache
 def load_tool(spec: str) -> Tool:
     """Import the tool, or the typed function, `module:name`. Raises `ValueError` that states the problem."""
-    found = imported("tool", spec)
+    found = import_object("tool", spec)
     if isinstance(found, Tool):
         return found
     try:
@@ -39,11 +39,11 @@ def toolbox_of(specs: Iterable[str]) -> Toolbox:
 def loadable(load: Callable[[T], object]) -> AfterValidator:
     """Validator of names that `load` imports: a configuration with an invalid one is refused when it is read."""
 
-    def loaded(spec: T) -> T:
+    def check_spec(spec: T) -> T:
         load(spec)
         return spec
 
-    return AfterValidator(loaded)
+    return AfterValidator(check_spec)
 
 
 ToolNames = Annotated[tuple[str, ...], loadable(toolbox_of)]
@@ -65,7 +65,7 @@ class ToolUse(Workflow):
         return toolbox_of(self.tools)
 
     async def run(self, session: Session) -> None:
-        await session.agent("policy").use(opened(self.system, session.task.prompt), self.toolbox())
+        await session.agent("policy").use(opening_messages(self.system, session.task.prompt), self.toolbox())
 
 
 _MOVES: dict[CodeType, Tool] = {}
@@ -85,12 +85,12 @@ def move(function: Callable[..., Awaitable[str]]) -> Tool:
     return replace(_MOVES[mine.__code__], function=mine)
 
 
-def opened(system: str, prompt: Prompt, then: str = "") -> tuple[Message, ...]:
+def opening_messages(system: str, prompt: Prompt, then: str = "") -> tuple[Message, ...]:
     """Build the first messages of a conversation.
 
     A system message before others in `prompt` is appended to `system`, and `then` to the last message.
     """
     first, messages = messages_of(system, "system"), messages_of(prompt)
     if len(messages) > 1 and messages[0]["role"] == "system":
-        first, messages = appended(first, messages[0]["content"]), messages[1:]
-    return first + (appended(messages, then) if then else messages)
+        first, messages = append_paragraph(first, messages[0]["content"]), messages[1:]
+    return first + (append_paragraph(messages, then) if then else messages)

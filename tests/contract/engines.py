@@ -26,7 +26,7 @@ from rlsys.types import PolicyVersion, Sampling, VersionSpan
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Engine, EngineSpec
 from workers.engines.local.local_engine import LocalEngine
-from workers.model.lora import adapter_of, add_adapter, published
+from workers.model.lora import adapter_of, add_adapter, published_tensors
 
 torch.set_num_threads(1)
 
@@ -125,7 +125,7 @@ class Kit:
         """Weights that the engine takes; those of seed 0 are version 3."""
         if self.tied is None:
             return {"w": torch.full((2, 3), seed), "b": torch.zeros(3)}
-        return {k: p.detach() for k, p in published(self.model(seed)).items()}
+        return {k: p.detach() for k, p in published_tensors(self.model(seed)).items()}
 
     def make(self) -> Engine:
         """An engine that nobody uses, at version 3."""

@@ -25,7 +25,7 @@ from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, planned
 from workers.engines.engine import Engine, EngineSpec
 from workers.engines.local.local_engine import LocalEngine
-from workers.model.lora import published
+from workers.model.lora import published_tensors
 from workers.model.model_loading import load_model
 from workers.model.model_tensors import persistent_buffers
 from workers.train.fsdp import FsdpBackend
@@ -74,13 +74,13 @@ class Job:
 
 def part_of(job: Job, ranks: RankGroup) -> tuple[VersionPart, np.ndarray, dict[str, Tensor]]:
     """A rank's part of a model with a counter, its bytes, and on rank 0 the tensors gathered."""
-    arranged = ranks.arranged(job.mesh)
+    arranged = ranks.with_mesh(job.mesh)
     backend = backend_of(job.path, arranged, moved=0.1, dtype="bfloat16")
     backend._model.register_buffer("num_tokens", torch.tensor(1 << 40))
     backend._model.register_buffer("scratch", torch.ones(3), persistent=False)
     layout = PartLayout(backend.published_rectangles())
     memory = np.zeros(layout.num_bytes, np.uint8)
-    layout.write(memory, backend.owned())
+    layout.write(memory, backend.owned_tensors())
     part = layout.part(memory, VersionPart(0, arranged.rank, job.mesh.num_ranks, ()))
     return part, memory, backend.full_weights(torch.bfloat16)
 
@@ -180,7 +180,7 @@ def compare(tmp_path: Path) -> None:
     bfloat16, whatever the model computes in."""
     model = tiny("apertus", **WIDE)
     path = save_model(tmp_path, model)
-    before = {name: tensor.detach().clone() for name, tensor in published(model).items()}
+    before = {name: tensor.detach().clone() for name, tensor in published_tensors(model).items()}
     for name, buffer in persistent_buffers(model).items():
         buffer.fill_(0.75 if name.endswith("beta") else -0.125)
     ids = tuple(range(3, 33))
@@ -189,7 +189,7 @@ def compare(tmp_path: Path) -> None:
     async def scenario(engine: Engine) -> tuple[tuple[float, ...], tuple[float, ...]]:
         await change(engine, 4, before)
         stale = await engine.score(ids)
-        await change(engine, 5, {name: tensor.detach() for name, tensor in published(model).items()})
+        await change(engine, 5, {name: tensor.detach() for name, tensor in published_tensors(model).items()})
         return stale, await engine.score(ids)
 
     for make in (local_of, vllm_of):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlsys import Config, export, train
 from rlsys.errors import CheckpointError, RlsysError
-from rlsys.launch.offline_commands import exported, replay_step
+from rlsys.launch.offline_commands import export_once, replay_step
 from rlsys.launch.run_folder import checkpoint_of, start_of
 from rlsys.loop.checkpoint import DriverState, newest_whole, read_state, write_manifest
 from rlsys.testing import FakeRun
@@ -205,11 +205,11 @@ def test_an_export_has_the_weights_of_its_step(pristine: Pristine, random: Rando
 def test_a_damaged_model_folder_is_exported_again(pristine: Pristine, random: Random, num_damages: int) -> None:
     with Damaged(pristine, random, 0) as run:
         checkpoint = run / "checkpoints" / "step_000003"
-        model = exported(checkpoint)
+        model = export_once(checkpoint)
         for _ in range(num_damages):
             if files := files_in(model):
                 random.choice(DAMAGES[:4])(random.choice(files), random)
-        assert exported(checkpoint) == model
+        assert export_once(checkpoint) == model
         assert differing(load_file(model / "model.safetensors"), pristine.weights[3]) == []
 
 

@@ -24,7 +24,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import ActivationCheckpointing, MemorySavings
 from rlsys.errors import ModelError, TrainingError
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from tests.by_day import first_by_day
 from tests.models import VOCAB, random_prompt, random_sample, save_model, tiny_llama, tiny_qwen3
 from tests.training import SETTINGS, JoinedRanks, Surrogate, data_of, differing, everything_in, planned
@@ -96,7 +96,7 @@ class Job:
 
 
 def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
-    ranks = ranks.arranged(job.mesh or ranks.mesh)
+    ranks = ranks.with_mesh(job.mesh or ranks.mesh)
     critic = CriticBackend(
         job.model_path, SETTINGS, ranks, dtype=job.dtype, savings=MemorySavings(job.checkpointing), lora=job.lora
     )
@@ -175,7 +175,7 @@ def test_a_critic_that_has_learned_nothing_values_everything_at_zero(model_path:
 def test_it_learns_what_its_states_tell_of_the_returns(model_path: str) -> None:
     critic = CriticBackend(model_path, replace(SETTINGS, lr=3e-2, total_steps=100), RankGroup())
     metrics = [train_step(critic, RankGroup(), Valued()) for _ in range(15)]
-    assert undocumented(metrics[0]) == ["critic/error"]
+    assert undocumented_names(metrics[0]) == ["critic/error"]
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
     assert metrics[0]["critic/value_mean"] == 0
     assert metrics[-1]["critic/explained_variance"] > 0.5
@@ -256,22 +256,22 @@ def fit(*micro_batches: Sequence[tuple[float, float]]) -> Fit:
 
 def test_explained_variance_by_hand() -> None:
     """Var of 1, 2, 3, 6 is 3.5; of the errors 1, 0, 0, 1 it is 0.25."""
-    figures = fit([(1.0, 0.0), (2.0, 2.0)], [(3.0, 3.0), (6.0, 5.0)]).reduced(RankGroup())
+    figures = fit([(1.0, 0.0), (2.0, 2.0)], [(3.0, 3.0), (6.0, 5.0)]).reduce_over(RankGroup())
     assert figures["critic/explained_variance"] == pytest.approx(1 - 0.25 / 3.5)
     assert figures["critic/value_mean"] == 2.5
-    assert fit([(1.0, 4.0), (2.0, 5.0)]).reduced(RankGroup())["critic/explained_variance"] == pytest.approx(1)
+    assert fit([(1.0, 4.0), (2.0, 5.0)]).reduce_over(RankGroup())["critic/explained_variance"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -1e6])
 def test_equal_returns_have_no_variance_to_explain(value: float) -> None:
-    assert fit([(value, 1.0), (value, 2.0), (value, 0.5)]).reduced(RankGroup())["critic/explained_variance"] == 0
+    assert fit([(value, 1.0), (value, 2.0), (value, 0.5)]).reduce_over(RankGroup())["critic/explained_variance"] == 0
 
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=2, max_size=30), st.data())
 def test_no_split_changes_the_fit(step: list[tuple[int, int]], data) -> None:
     cut = data.draw(st.integers(1, len(step) - 1))
     whole, split = fit(step), fit(step[:cut], step[cut:])
-    assert split.reduced(RankGroup()) == pytest.approx(whole.reduced(RankGroup()), rel=1e-9, abs=1e-9)
+    assert split.reduce_over(RankGroup()) == pytest.approx(whole.reduce_over(RankGroup()), rel=1e-9, abs=1e-9)
 
 
 def test_a_critic_with_another_vocabulary_is_refused(model_path: str, tmp_path: Path) -> None:

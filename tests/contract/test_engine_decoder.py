@@ -63,9 +63,9 @@ class Bench:
                 if some := [job for job in batch if job.version == version]:
                     self.residents.use(version)
                     self.decoder.admit(some)
-                    done |= self.decoder.release(self.decoder.ended())
+                    done |= self.decoder.release(self.decoder.ended_slots())
             self.step()
-            done |= self.decoder.release(self.decoder.ended())
+            done |= self.decoder.release(self.decoder.ended_slots())
             step += 1
         return [done[job] for job in jobs]
 
@@ -185,7 +185,7 @@ def test_a_long_completion_is_gone_on_with_bit_for_bit(make: Callable[..., PreTr
     def decoded(begun: Completion | None) -> Completion:
         request = Request("", prompt, Sampling(max_new_tokens=150), 1, begun)
         decoder.admit([EngineJob(request, LOOP.create_future(), [(0, 0)])])
-        while not (ended := decoder.ended()):
+        while not (ended := decoder.ended_slots()):
             for run in decoder.runs():
                 decoder.step(run)
         return decoder.release(ended)[0][1]

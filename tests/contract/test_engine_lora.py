@@ -12,7 +12,7 @@ from rlsys.config.lora_section import LoraSection
 from rlsys.errors import ConfigError, WeightsMismatch
 from tests.contract.engines import LORA, VLLM, Kit, adapted, ask, change, local_lora, qwen, run, vllm
 from workers.engines.engine import Engine
-from workers.model.lora import merge, published
+from workers.model.lora import merge, published_tensors
 
 KITS = [
     pytest.param(Kit(local_lora, tied=True, has_adapter=True), id="local"),
@@ -79,7 +79,7 @@ def test_running_requests_continue_under_the_new_adapter(kit: Kit) -> None:
             done = await task
             assert len(done.output_ids) == 40
             assert done.versions[-1].version == 4
-        assert len(published(adapted())) == len(kit.weights(1))
+        assert len(published_tensors(adapted())) == len(kit.weights(1))
 
     run(kit, scenario)
 

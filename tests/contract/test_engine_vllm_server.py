@@ -24,7 +24,7 @@ from tests.vllm_servers import vllm_server
 from workers.engines.engine import EngineSpec, ServerSpec
 from workers.engines.vllm.vllm_server import VllmServerEngine
 from workers.model.logprobs import score
-from workers.model.lora import published
+from workers.model.lora import published_tensors
 from workers.transport.checksums import checksum_of, hash_of, spec_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -46,7 +46,7 @@ def model_of(seed: int = 0) -> PreTrainedModel:
 
 
 def weights_of(seed: int) -> Mapping[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in published(model_of(seed)).items()}
+    return {name: parameter.detach() for name, parameter in published_tensors(model_of(seed)).items()}
 
 
 def saved(folder: Path) -> Path:
@@ -263,7 +263,7 @@ def test_scores_and_checksums_are_of_the_weights_that_the_server_computes_with(r
             assert held.keys() == {spec_of(name, tensor) for name, tensor in weights.items()}
             assert content_hash(held) == hash_of(weights)
             model = model_of(seed)
-            for name, parameter in published(model).items():
+            for name, parameter in published_tensors(model).items():
                 parameter.data = weights[name].float()
             by_hand = logprobs_by_hand(model, ask(prompt=ids[:1]), ids[1:])
             assert await engine.score(ids) == pytest.approx(by_hand, abs=1e-4)

@@ -33,7 +33,7 @@ from tests.contract.engines import (
     with_a_model,
 )
 from workers.engines.engine import Engine
-from workers.model.lora import published
+from workers.model.lora import published_tensors
 from workers.transport.checksums import checksum_of, hash_of, spec_of
 
 
@@ -86,7 +86,7 @@ def test_a_tensor_stale_in_few_elements_is_named_although_the_probe_tolerates_it
     """As after a step at a learning rate of 1e-6, which changes .37 % of the elements by one bit."""
     model, ids = kit.model(1), tuple(range(1, 40))
     weights = in_bfloat16(kit.weights(1))
-    for name, parameter in published(model).items():
+    for name, parameter in published_tensors(model).items():
         parameter.data = weights[name].float()
     probe = Probe(ids, tuple(logprobs_by_hand(model, ask(prompt=ids[:1]), ids[1:])))
 

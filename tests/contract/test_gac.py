@@ -12,7 +12,7 @@ from torch import Tensor
 
 from algorithms.gac import GAC, Regime
 from rlsys.errors import CheckpointError
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.stabilizer import CHUNK
 from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
@@ -92,7 +92,7 @@ def test_observing_changes_no_bit_of_training(model_path: str, tmp_path: Path) -
     assert [name for name in without if not torch.equal(without[name], beside[name])] == []
     for a, b in zip(plain, watched, strict=True):
         assert {name: b[name] for name in a} == a
-        assert undocumented(b) == []
+        assert undocumented_names(b) == []
         assert len(b) - len(a) == 8
 
 

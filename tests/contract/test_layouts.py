@@ -64,7 +64,7 @@ class Job:
 
 
 def do(job: Job, ranks: RankGroup) -> Outcome:
-    arranged = ranks.arranged(job.mesh)
+    arranged = ranks.with_mesh(job.mesh)
     backend = FsdpBackend(
         job.model_path, SETTINGS, arranged, dtype=job.dtype, probe_length=8,
         savings=job.savings, lora=job.lora,
@@ -103,7 +103,7 @@ class RandomStep:
 
 
 def take(job: RandomStep, ranks: RankGroup) -> Outcome:
-    ranks, algorithm = ranks.arranged(job.mesh), job.algorithm
+    ranks, algorithm = ranks.with_mesh(job.mesh), job.algorithm
     backend = FsdpBackend(job.model_path, SETTINGS, ranks, savings=job.savings)
     metrics = []
     for step in range(2):

@@ -51,14 +51,14 @@ Published = tuple[VersionPart, list[np.ndarray], dict[str, Tensor]]
 
 def published(job: Job, ranks: RankGroup) -> Published:
     """A rank's part after a step, its buckets, and, on rank 0, the weights gathered."""
-    arranged = ranks.arranged(job.mesh)
+    arranged = ranks.with_mesh(job.mesh)
     backend = FsdpBackend(job.model_path, SETTINGS, arranged, dtype=job.dtype, savings=job.savings, lora=job.lora)
     algorithm = Surrogate()
     plan, payloads = planned(0, job.mesh.num_batches, algorithm, max_tokens=1000)
     backend.train_step(plan[arranged.batch], data_of(payloads), algorithm, distribution=Distribution(1.0))
     layout = PartLayout(backend.published_rectangles(), bucket_bytes=4096)
     memory = np.zeros(layout.num_bytes, np.uint8)
-    layout.write(memory, backend.owned())
+    layout.write(memory, backend.owned_tensors())
     part = layout.part(memory, VersionPart(1, arranged.rank, job.mesh.num_ranks, ()))
     buckets = [memory[start:end] for start, end in zip(layout.bounds[:-1], layout.bounds[1:], strict=True)]
     return part, buckets, backend.full_weights(backend.dtype)
@@ -140,10 +140,10 @@ def test_the_hash_of_a_version_is_that_of_any_layout(
 
 def untrained(job: Job, ranks: RankGroup) -> Published:
     """A rank's part of the initial weights."""
-    backend = FsdpBackend(job.model_path, SETTINGS, ranks.arranged(job.mesh))
+    backend = FsdpBackend(job.model_path, SETTINGS, ranks.with_mesh(job.mesh))
     layout = PartLayout(backend.published_rectangles())
     memory = np.zeros(layout.num_bytes, np.uint8)
-    layout.write(memory, backend.owned())
+    layout.write(memory, backend.owned_tensors())
     return layout.part(memory, VersionPart(0, ranks.rank, job.mesh.num_ranks, ())), [memory], {}
 
 

@@ -256,7 +256,7 @@ def test_a_trainer_computes_with_the_recorded_experts(how: Literal["none", "sele
     expected.sum().backward()
     for (name, one), other in zip(ours.named_parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
-    assert replay.reduced(RankGroup().sum_over_ranks)["sampler/experts_differ"] > 0.5
+    assert replay.reduce_over(RankGroup().sum_over_ranks)["sampler/experts_differ"] > 0.5
 
 
 def test_without_records_a_router_chooses_itself() -> None:
@@ -270,9 +270,9 @@ def test_without_records_a_router_chooses_itself() -> None:
         found, _ = trained_logprobs(replayed, batch, Distribution(1.0))
         torch.testing.assert_close(found, expected)
         replay.count(batch)
-    told = replay.reduced(RankGroup().sum_over_ranks)
+    told = replay.reduce_over(RankGroup().sum_over_ranks)
     assert told == {"sampler/experts_recorded": (0 + 11 + 16) / 48, "sampler/experts_differ": 0.0}
-    assert replay.reduced(RankGroup().sum_over_ranks) == {}
+    assert replay.reduce_over(RankGroup().sum_over_ranks) == {}
 
 
 def test_records_are_counted_without_a_wait_for_the_device() -> None:
@@ -294,10 +294,10 @@ def test_records_of_another_model_are_refused() -> None:
 def test_two_bytes_number_many_experts() -> None:
     routers = Routers(moe(num_experts=300, num_experts_per_tok=2))
     choices = torch.tensor([[[299, 0], [255, 256]]])
-    packed = routers.packed(choices)
+    packed = routers.pack(choices)
     assert packed.shape == (1, routers.num_bytes) == (1, 8)
     both = torch.cat([packed, torch.full_like(packed, NOT_RECORDED)])
-    assert [routers.unpacked(both, layer).tolist() for layer in (0, 1)] == [
+    assert [routers.unpack(both, layer).tolist() for layer in (0, 1)] == [
         [[299, 0], [-1, -1]],
         [[255, 256], [-1, -1]],
     ]
@@ -315,7 +315,7 @@ class Job:
 
 
 def do(job: Job, ranks: RankGroup) -> Outcome:
-    ranks = ranks.arranged(job.mesh)
+    ranks = ranks.with_mesh(job.mesh)
     backend = FsdpBackend(job.model_path, SETTINGS, ranks, savings=job.savings, lora=job.lora, replays_routing=True)
     metrics = []
     for step in range(2):
@@ -442,7 +442,7 @@ def test_replay_brings_a_trainer_closer_to_an_engine_that_rounds(tmp_path: Path)
         with torch.no_grad():
             logprobs, _ = trained_logprobs(trainer, mb, Distribution(1.0))
         off[what] = float((logprobs - mb.behavior_logprobs_N).abs().mean())
-    assert replay.reduced(RankGroup().sum_over_ranks)["sampler/experts_differ"] > 0.001
+    assert replay.reduce_over(RankGroup().sum_over_ranks)["sampler/experts_differ"] > 0.001
     assert off["with"] < 0.9 * off["without"]
 
 

@@ -13,7 +13,7 @@ from rlsys.algorithm import Signal
 from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.contracts import Critic, StepAnnotator
 from rlsys.errors import PayloadLost
-from rlsys.loop.checkpoint import saved
+from rlsys.loop.checkpoint import copy_and_write
 from rlsys.testing import FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
 from tests.groups import group
@@ -85,7 +85,7 @@ def test_a_step_changes_values_and_a_load_restores_them(kit, tmp_path: Path):
     async def main() -> None:
         critic, plan = kit.critic, kit.plan()
         before = await values(kit, plan)
-        await saved(critic.save(tmp_path / "critic"))
+        await copy_and_write(critic.save(tmp_path / "critic"))
         stats = await critic.train_step(plan, {Signal.VALUES: before})
         assert stats.train_s >= 0
         assert stats.metrics.keys() == {name for name in stats.metrics if name.startswith("critic/")} != set()

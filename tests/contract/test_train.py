@@ -21,7 +21,7 @@ from rlsys.algorithm import Algorithm
 from rlsys.config import Config
 from rlsys.config.train_section import ActivationCheckpointing, GatherWeights, MemorySavings
 from rlsys.errors import CheckpointError, ModelError
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import Distribution
 from rlsys.weight_sync.manifest import Manifest, VersionPart
 from tests.by_day import first_by_day
@@ -186,7 +186,7 @@ def test_mismatch_is_reported_by_staleness_of_the_sampled_tokens(model_path: str
         assert buckets == {f"s{staleness}"}
         assert of_step[f"sampler/s{staleness}/mismatch_kl"] == of_step["sampler/mismatch_kl"]
         assert 0 < of_step["sampler/ess"] < 1
-        assert undocumented(of_step) == []
+        assert undocumented_names(of_step) == []
 
 
 @pytest.mark.parametrize(("dtype", "num_ranks"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
@@ -282,7 +282,7 @@ def written(backend: FsdpBackend, *, pin: bool = False) -> dict[str, Tensor]:
     """What a rank publishes, read from the memory it is copied into."""
     layout = PartLayout(backend.published_rectangles(), bucket_bytes=4096)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=pin).numpy()
-    layout.write(memory, backend.owned())
+    layout.write(memory, backend.owned_tensors())
     manifest = Manifest((layout.part(memory, VersionPart(0, 0, 1, ())),))
     buckets = [memory[start:end] for start, end in pairwise(layout.bounds)]
     return dict(ReceivedWeights(manifest, buckets, "actor-0"))

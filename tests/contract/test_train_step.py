@@ -321,7 +321,7 @@ def test_mismatched_pairs_are_scored_by_the_policy_before_the_step(model_path: s
     data, model = data_of(payloads), load_model(model_path, torch.float32)
     total = 0.0
     for micro_batch in plan[0].micro_batches:
-        pairs = data.mismatched(micro_batch, plan[0].partners)
+        pairs = data.mismatched_batch(micro_batch, plan[0].partners)
         assert pairs is not None
         with torch.no_grad():
             total += float(trained_logprobs(model, pairs, Distribution(0.9))[0].sum())

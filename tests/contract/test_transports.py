@@ -116,7 +116,7 @@ def test_a_later_version_changes_nothing_that_a_process_reads(kit: Kit) -> None:
 
 
 def test_a_held_reference_keeps_its_bytes(kit: Kit) -> None:
-    held = kit.transport.held(kit.wrote(1, 7))
+    held = kit.transport.keep_bytes(kit.wrote(1, 7))
     for version in range(2, 6):
         kit.wrote(version, version)
     assert kit.read(held) == bytes([7]) * 4096
@@ -183,7 +183,7 @@ def test_a_version_that_is_being_written_cannot_be_read(folder: Path) -> None:
     transport.memory(1, 4096, pin=False)
     (name,) = files(folder)
     with pytest.raises(WorkerDied, match="in use for a newer version"):
-        reader.held(SharedBytes(str(folder / name), 0, 4096))
+        reader.keep_bytes(SharedBytes(str(folder / name), 0, 4096))
 
 
 def test_full_shared_memory_is_named_and_nothing_is_lost(folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_what_a_dead_process_left_is_removed_unless_it_is_read(folder: Path) -> 
     process.join(60)
     (name,) = files(folder)
     reader = SharedMemoryTransport("here", folder)
-    held = reader.held(SharedBytes(str(folder / name), 0, 4096))
+    held = reader.keep_bytes(SharedBytes(str(folder / name), 0, 4096))
     first = SharedMemoryTransport("here", folder)
     write(first, 2)
     assert name in files(folder) and asyncio.run(_fetched(reader, held))[0] == 1

@@ -16,7 +16,7 @@ from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import plan_batch
 from rlsys.contracts import Arrival, PinnedRollouts, Replacement, Rewards, Rollouts, TrainedGroup, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
-from rlsys.loop.checkpoint import saved
+from rlsys.loop.checkpoint import copy_and_write
 from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, GroupKey, Task, Turn
@@ -161,7 +161,7 @@ async def scored(kit: Kit, group: Group) -> Group:
 async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
     """What was said in a group, as its record shows."""
     path = folder / f"{group.replica}-{group.group_id}.parquet"
-    await saved(kit.workers.actor.record(path, 1, [TrainedGroup(0, TASK, group, ())]))
+    await copy_and_write(kit.workers.actor.record(path, 1, [TrainedGroup(0, TASK, group, ())]))
     (record,) = read_rollouts(path)
     return [replace(t, versions=()) for e in record.episodes for j in e.trajectories for t in j.turns]
 
@@ -318,13 +318,13 @@ def test_a_stored_episode_replaces_one_and_the_versions_are_those_of_the_others(
         donor = await scored(kit, await rolled_out(kit, version=14, group_id=41))
         await published(kit, 15)
         group = await scored(kit, await rolled_out(kit, version=15, group_id=42))
-        composed = await kit.workers.composer.replaced(Replacement(group, 1, donor, 3))
+        composed = await kit.workers.composer.replace_episode(Replacement(group, 1, donor, 3))
         before, given = [await turns_of(kit, g, tmp_path) for g in (group, donor)]
         expected = [*before[:1], given[3], *before[2:]]
         assert await turns_of(kit, replace(composed, replica="composed"), tmp_path) == expected
         stored = replace(donor.episodes[3], origin="stored")
         episodes = (*group.episodes[:1], stored, *group.episodes[2:])
-        assert composed.episodes == tuple(episode.unordered() for episode in episodes)
+        assert composed.episodes == tuple(episode.without_order() for episode in episodes)
         assert {(a.replica, a.version) for a in composed.weights} == {(group.replica, 15)}, "those of its own tokens"
         num_own = sum(len(turn.output_ids) for turn in expected) - len(given[3].output_ids)
         assert [(s.version, s.num_tokens) for s in composed.versions] == [(15, num_own)]
@@ -339,12 +339,12 @@ def test_a_new_reward_worker_replaces_the_same(kit, tmp_path):
         rewards = kit.workers.rewards
         await kit.workers.actor.publish(16)
         group, donor = [await scored(kit, await rolled_out(kit, version=16, group_id=s)) for s in (43, 44)]
-        before = await rewards.replaced(Replacement(group, 0, donor, 0))
+        before = await rewards.replace_episode(Replacement(group, 0, donor, 0))
         kit.kill_reward()
         with pytest.raises(WorkerDied) as raised:
-            await rewards.replaced(Replacement(group, 0, donor, 0))
+            await rewards.replace_episode(Replacement(group, 0, donor, 0))
         await replaced(rewards, raised.value.worker)
-        after = await rewards.replaced(Replacement(group, 0, donor, 0))
+        after = await rewards.replace_episode(Replacement(group, 0, donor, 0))
         assert replace(after, payload=None) == replace(before, payload=None)
         turns = [await turns_of(kit, replace(g, replica=n), tmp_path) for n, g in (("a", before), ("b", after))]
         assert turns[0] == turns[1]
@@ -397,7 +397,7 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
     async def scenario() -> None:
         actor = kit.workers.actor
         before = await published(kit, 20)
-        await saved(actor.save(tmp_path / "actor"))
+        await copy_and_write(actor.save(tmp_path / "actor"))
         after = await trained(kit, 20)
         assert (after.version, after.num_bytes) == (21, before.num_bytes)
         assert after.hash != before.hash
@@ -409,7 +409,7 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
 
 def test_a_save_reports_its_files_with_their_sizes(kit, tmp_path):
     async def scenario() -> None:
-        files = await saved(kit.workers.actor.save(tmp_path / "actor"))
+        files = await copy_and_write(kit.workers.actor.save(tmp_path / "actor"))
         assert files == {path.name: path.stat().st_size for path in (tmp_path / "actor").iterdir()} != {}
 
     kit.play(scenario())
@@ -419,7 +419,7 @@ def test_a_dead_actor_is_noticed_and_its_successor_loads_its_state(kit, tmp_path
     async def scenario() -> None:
         actor = kit.workers.actor
         await trained(kit, 22)
-        await saved(actor.save(tmp_path / "actor"))
+        await copy_and_write(actor.save(tmp_path / "actor"))
         noticed = asyncio.create_task(actor.watch())
         kit.kill_actor()
         with pytest.raises(WorkerDied, match="actor-0"):

@@ -16,7 +16,7 @@ from rlsys.algorithm import Aggregation, Signal, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, RankPlan, plan_batch
 from rlsys.contracts import Replacement, TrainedGroup, TrainStats
 from rlsys.errors import PayloadLost
-from rlsys.loop.checkpoint import saved
+from rlsys.loop.checkpoint import copy_and_write
 from rlsys.replay.rollout_log import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
 from tests.groups import group
@@ -52,7 +52,7 @@ class Rank(ActorRank):
     def __init__(self, address: str) -> None: ...
 
     def train_step(self, plan: RankPlan, signals: Any, *columns: Any) -> TrainStats:
-        data = self.taken(signals, columns)
+        data = self.take_data(signals, columns)
         return TrainStats({"num_tokens": sum(data.num_trained(m) for m in plan.micro_batches)}, 0.0)
 
     def pair_cost(self) -> float:
@@ -75,7 +75,7 @@ class Reader(ReferenceWorker):
     def logprobs(self, payload: Payload) -> Any:
         return (-1.0,)
 
-    def mismatched(self, plan: RankPlan, data: Any) -> Any:
+    def mismatched_logprobs(self, plan: RankPlan, data: Any) -> Any:
         return [data.num_trained(m) for m in plan.micro_batches]
 
 
@@ -114,7 +114,7 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
 
     async def recorded(groups: list[Group]) -> None:
         path = tmp_path / "rollouts" / "step_000001.parquet"
-        await saved(actor.record(path, 1, [TrainedGroup(i, task, g, ()) for i, g in enumerate(groups)]))
+        await copy_and_write(actor.record(path, 1, [TrainedGroup(i, task, g, ()) for i, g in enumerate(groups)]))
 
     async def scenario() -> None:
         await asyncio.gather(rewards.ready(), reference.ready(), actor.ready())
@@ -136,9 +136,9 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
         pairs = ((kept[0], {3}), (gone[1], {3, 4}))
         for replacement, lost in ((Replacement(host, 0, gone[0], 1), lost) for host, lost in pairs):
             with pytest.raises(PayloadLost) as raised:
-                await rewards.replaced(replacement)
+                await rewards.replace_episode(replacement)
             assert set(raised.value.group_ids) == lost
-        assert (await rewards.replaced(Replacement(kept[0], 0, kept[1], 1))).group_id == 1
+        assert (await rewards.replace_episode(Replacement(kept[0], 0, kept[1], 1))).group_id == 1
         assert (await trained(kept)).metrics == {"num_tokens": 2}
         assert len(await reference.annotate(kept, Signal.REFERENCE_LOGPROBS)) == 2
         assert len(await reference.annotate_step(kept, planned(kept), Signal.REFERENCE_MISMATCHED)) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlsys import train
-from rlsys.monitoring.metric_catalog import named
+from rlsys.monitoring.metric_catalog import parse_metric
 from tests.jobs import config_of
 from workers.prometheus import gauge_name
 
@@ -43,7 +43,7 @@ def test_a_scrape_has_every_metric_under_its_documented_name(model_path, data_pa
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     told = {key: value for row in rows for key, value in row.items() if key not in ("time_s", "step")}
     finite = {key for key, value in told.items() if value is not None and math.isfinite(value)}
-    keys = {found.key for key in finite if (found := named(key))}
+    keys = {found.key for key in finite if (found := parse_metric(key))}
     assert len(finite) > 40
     text = scraped({f"ray_{gauge_name(key)}" for key in keys | {"step"}})
     lines = text.splitlines()

@@ -81,7 +81,7 @@ class Reader:
         self._kept[manifest.version] = weights
         return manifest.version, manifest.hash, hash_of(weights)
 
-    async def held(self, since: int) -> dict[int, str]:
+    async def holding(self, since: int) -> dict[int, str]:
         """What the bytes of all versions pulled from `since` on hash to at this moment."""
         return {version: hash_of(weights) for version, weights in self._kept.items() if version >= since}
 
@@ -178,7 +178,7 @@ def test_readers_get_exact_bytes_and_changes_are_sent_as_deltas(tier):
         for version in range(v + 2, v + 5):
             await tier.publish(version)
         assert await tier.read(2, v + 4) == v + 4
-        kept = [await reader.call(Reader.held, v) for reader in tier.readers]
+        kept = [await reader.call(Reader.holding, v) for reader in tier.readers]
         assert kept == [
             {version: hash_of(weights_of(version)) for version in versions}
             for versions in ([v], [v, v + 1], [v, v + 4])
@@ -197,7 +197,7 @@ def test_a_dead_master_is_bypassed_and_refilled(tier):
         await tier.publish(v + 1)
         assert await asyncio.gather(*(tier.read(i, v + 1) for i in range(3))) == [v + 1] * 3
         assert await asyncio.wait_for(tier.recovered.get(), 100) == tier.relays.members[0].name
-        held = await tier.relays.members[0].proxy.held()
+        held = await tier.relays.members[0].proxy.holding()
         assert v + 1 in {known.version for known in held.announcements} and held.pinned == v
         assert await tier.read(0, v, is_pinned=True) == v
         assert [(e.worker, e.phase) for e in tier.failures] == [(tier.relays.members[0].name, "keeping weights")]
@@ -234,7 +234,7 @@ def test_a_hanging_relay_is_bypassed_killed_and_refilled(tier):
         assert await asyncio.gather(*(tier.read(i, v + 1) for i in range(3))) == [v + 1] * 3
         while await asyncio.wait_for(tier.recovered.get(), 200) != master.name:
             pass
-        assert v + 1 in {known.version for known in (await master.proxy.held()).announcements}
+        assert v + 1 in {known.version for known in (await master.proxy.holding()).announcements}
         assert master.name in {failure.worker for failure in tier.failures}
         with pytest.raises((DeadlineExceeded, WorkerDied)):
             await hanging

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import MemorySavings
-from rlsys.loop.checkpoint import saved
+from rlsys.loop.checkpoint import copy_and_write
 from rlsys.types import Distribution
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.ray.call_stream import PayloadRef
@@ -135,8 +135,8 @@ def test_every_column_reaches_the_rank_it_is_of(mesh: MeshSection, model_path: P
         trainers = Trainers.start(model_path, mesh)
         await asyncio.gather(*(t.ready() for t in (trainers.actor, trainers.critic, trainers.reference)))
         first = await trainers.step(mesh.num_batches)
-        await saved(trainers.actor.save(tmp_path / "actor"))
-        await saved(trainers.critic.save(tmp_path / "critic"))
+        await copy_and_write(trainers.actor.save(tmp_path / "actor"))
+        await copy_and_write(trainers.critic.save(tmp_path / "critic"))
         second = await trainers.step(mesh.num_batches)
         await asyncio.gather(trainers.actor.load(tmp_path / "actor"), trainers.critic.load(tmp_path / "critic"))
         again = await trainers.step(mesh.num_batches)

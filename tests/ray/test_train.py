@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import CheckpointError, ConfigError, ModelError, RunAborted
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.replay.recorded_rollouts import read_rollouts
 from tests.hub_server import TOKEN, serving_hub
 from tests.jobs import config_of
@@ -75,7 +75,7 @@ def test_a_step_has_what_each_worker_and_node_uses(whole_run):
     assert {name.split("/")[-1] for name in last if name.startswith("node/")} == {
         "cpu", "memory", "shm", "sent", "received"
     }  # fmt: skip
-    assert undocumented(last.keys() - {"step", "time_s"}) == []
+    assert undocumented_names(last.keys() - {"step", "time_s"}) == []
 
 
 def test_the_sampler_and_the_trainer_agree_on_every_logprob(whole_run):
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_measured_the_same_as_during_training(model_path, data_p
     config = config_of(model_path, data_path, tmp_path, [f"eval={section}", "asynchrony.max_staleness=1"])
     train(config, progress=False)
     rows = rows_of(config.run_dir, "metrics.jsonl")
-    assert undocumented(name for row in rows for name in row if name != "time_s") == []
+    assert undocumented_names(name for row in rows for name in row if name != "time_s") == []
     for name, num_tasks in (("all", 8), ("few", 3)):
         measured = {row.pop("step"): row for row in map(dict, rows) if f"eval/{name}/mean" in row}
         assert list(measured) == [0, 3, 4]
@@ -299,7 +299,7 @@ def test_ppo_and_kto_resume_bit_for_bit(algorithm, measured, model_path, data_pa
     whole = run("whole")
     rows = rows_of(whole, "metrics.jsonl")
     assert all(math.isfinite(row[measured]) for row in rows)
-    assert undocumented(name for row in rows for name in row if name != "time_s") == []
+    assert undocumented_names(name for row in rows for name in row if name != "time_s") == []
     shutil.copytree(whole / "checkpoints" / "step_000002", tmp_path / "cut" / "checkpoints" / "step_000002")
     cut = run("cut", "run.resume=must")
     assert are_equal(weights_of(cut), weights_of(whole))

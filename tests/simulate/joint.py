@@ -15,7 +15,7 @@ from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jo
 from rlsys.monitoring.events import Event, GroupDropped, GroupReissued, StepDone, WorkerFailed
 from rlsys.testing import EventRecorder, FakeActor, FakeRelays, FakeRewards, FakeRollouts, FakeWorld, run_virtual
 from rlsys.testing.fake_run import start_of
-from rlsys.testing.world_state import said
+from rlsys.testing.world_state import fixed_trajectory
 from rlsys.types import POLICY, Acknowledged, Assignment, Episode, Group, PolicyVersion, ReplicaLoad, VersionSpan
 from rlsys.util.deadlines import Progress
 from tests.simulate.schedules import DEADLY_TO_ACTORS, MACHINE_FAULTS, Choosy, heavy_tailed, most_failures
@@ -49,7 +49,7 @@ class FakeJointRollouts(FakeRollouts):
         self.assignments.append(assignment)
         for name, world in self.worlds.items():
             if self.loaded[name] < (asked := assignment.version_of(name)):
-                self.loaded[name] = await world.held(asked)
+                self.loaded[name] = await world.wait_for_version(asked)
         self._begun[assignment.group_id] = dict(self.loaded)
         self.held = self.loaded[self._root]
         return self.held
@@ -62,7 +62,7 @@ class FakeJointRollouts(FakeRollouts):
 
     def _episode(self, group_id: int, index: int, begun: Mapping[str, PolicyVersion]) -> Episode:
         speakers = [name for name in begun if name == self._root or self.speaks(name, group_id)]
-        root, *others = (said(n, group_id, index, (VersionSpan(begun[n], 3),), f"{n}!") for n in speakers)
+        root, *others = (fixed_trajectory(n, group_id, index, (VersionSpan(begun[n], 3),), f"{n}!") for n in speakers)
         reward = float((group_id + index) % 2)
         return Episode((root, *(replace(other, reward=reward, parent=0) for other in others)))
 

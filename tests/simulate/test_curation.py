@@ -229,7 +229,7 @@ def test_a_failed_group_is_trained_with_a_stored_success(tmp_path, annotate_s):
     for told in events:
         group, donor = by_group_id[told.group_id], by_group_id[told.donor]
         assert payload_of(group)[told.episode] == payload_of(donor)[SIZE - 1], "its tokens, logprobs and versions"
-        stored = replace(donor.episodes[SIZE - 1].unordered(), origin="stored")
+        stored = replace(donor.episodes[SIZE - 1].without_order(), origin="stored")
         assert group.episodes[told.episode] == stored, "its reward"
         assert (group.task_id, num_ok(group)) == (donor.task_id, SIZE)
         acknowledged = {a.version: a.hash for a in group.weights}
@@ -309,11 +309,11 @@ class DiesAtAReplacement(MostlyFailing):
         self.scored[group.group_id] += 1
         return await super().score(task, group)
 
-    async def replaced(self, replacement: Replacement) -> Group:
+    async def replace_episode(self, replacement: Replacement) -> Group:
         self.num_replacements += 1
         if self.num_replacements == 1:
             raise WorkerDied("reward-0", "replacing", "the process is gone")
-        return await super().replaced(replacement)
+        return await super().replace_episode(replacement)
 
 
 def test_a_failed_replacement_is_retried_without_scoring_the_group_again(tmp_path):
@@ -340,7 +340,7 @@ def test_a_resume_keeps_replaced_groups_and_clears_stored_successes(tmp_path):
     cut.events.attach(StopAfter(cut, 4))
     assert run_virtual(cut.run(0)) == 4
     replaced = {event.group_id for event in told.of(EpisodeReplaced)}
-    finished = [replace(row.group, key=GroupKey(row.group_id, 0)) for row in cut.queue.finished]
+    finished = [replace(row.group, key=GroupKey(row.group_id, 0)) for row in cut.queue.finished_groups]
     waiting = {group.group_id: group for group in finished if group.group_id in replaced}
     resumed, actor, _ = driver()
 

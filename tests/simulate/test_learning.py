@@ -21,7 +21,7 @@ from rlsys.errors import CheckpointError, ConfigError, OutOfMemory, RunAborted, 
 from rlsys.loop.checkpoint import find_latest, read_failed
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import CheckpointSaved, GroupDropped, SignalMissing, StepDone
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.replay.rollout_log import read_groups
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
@@ -251,7 +251,7 @@ def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
     run_virtual(driver_on(world, tmp_path, signals=ALL, recorder=recorder, workers=workers).run(0))
     for step in recorder.of(StepDone):
         assert (step.metrics["time/fetch"], step.metrics["time/columns"]) == pytest.approx((4.0, 3.0))
-        assert not undocumented(step.metrics)
+        assert not undocumented_names(step.metrics)
 
 
 def test_step_columns_are_made_per_rank_and_micro_batch(tmp_path):
@@ -349,7 +349,7 @@ def test_a_stabilizer_added_on_resume_begins_with_synchronous_steps(tmp_path):
     driver.events.attach(StopAfter(driver, 5))
     assert run_virtual(driver.run(0)) == 5
     assert staleness_by_step(first) == [0, 1, 2, 2, 2]
-    assert driver.queue.finished, "groups of older weights, which the checkpoint keeps"
+    assert driver.queue.finished_groups, "groups of older weights, which the checkpoint keeps"
     recorder, second = EventRecorder(), fast_rollouts()
     driver = driver_on(second, tmp_path, steps=12, max_staleness=2, synchronous_steps=3, recorder=recorder)
     assert run_virtual(go_on(driver)) == 12

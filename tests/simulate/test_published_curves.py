@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlsys.simulate.profile import Profile, named, profile_path
+from rlsys.simulate.profile import Profile, profile_names, profile_path
 from rlsys.simulate.simulation import Simulation
 from rlsys.simulate.sweep import Sweep, simulate
 
@@ -64,7 +64,7 @@ def test_1024_gpus_and_8192_trajectories_a_step_take_seconds():
     assert time.process_time() - began < 30
 
 
-@pytest.mark.parametrize("name", named())
+@pytest.mark.parametrize("name", profile_names())
 def test_every_shipped_profile_runs_and_documents_its_values(name: str):
     scaled = {"areal": ["gpus=8", "groups_per_step=8"], "laminar": ["gpus=16", "groups_per_step=8"]}.get(name, [])
     assert Simulation(Profile.load(name, scaled), 4).run().tokens_per_s > 0

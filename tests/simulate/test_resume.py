@@ -46,7 +46,7 @@ def cut_and_resumed(folder: Path, *, max_staleness: int, steps: int = 6) -> tupl
     cut = driver_on(OrderedWorld(order), folder, max_staleness=3)
     cut.events.attach(StopAfter(cut, 1))
     assert run_virtual(cut.run(0)) == 1
-    assert {row.group_id > SLOW for row in cut.queue.finished} == {True, False}
+    assert {row.group_id > SLOW for row in cut.queue.finished_groups} == {True, False}
     resumed = driver_on(OrderedWorld(order), folder, max_staleness=max_staleness, steps=steps)
     assert run_virtual(go_on(resumed)) == steps
     return order, resumed

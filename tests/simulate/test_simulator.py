@@ -40,7 +40,7 @@ def returned_share(simulation: Simulation) -> float:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_token_is_trained_once_within_the_staleness_bound(setting: dict[str, Any]):
     simulation = ran(**setting)
-    profile, trained = simulation.profile, simulation.trained
+    profile, trained = simulation.profile, simulation.trained_groups
     work = Workload(profile)
     group_ids = [group.group_id for group in trained]
     assert len(group_ids) == len(set(group_ids)) == 8 * profile.groups_per_step
@@ -78,7 +78,7 @@ def test_another_seed_is_other_work():
 
 
 def test_all_settings_see_the_same_work():
-    trained = [{g.group_id: g.num_trained for g in ran(**s).trained} for s in ({}, {"max_staleness": 3})]
+    trained = [{g.group_id: g.num_trained for g in ran(**s).trained_groups} for s in ({}, {"max_staleness": 3})]
     assert trained[0] == trained[1]
 
 
@@ -98,22 +98,22 @@ def test_a_table_of_lengths_is_drawn_from_evenly():
 
 def test_between_changes_every_group_has_a_single_version():
     simulation = ran(12, max_staleness=3, repack_s=2.0)
-    assert all(len(group.versions) == 1 for group in simulation.trained)
+    assert all(len(group.versions) == 1 for group in simulation.trained_groups)
     assert simulation.rollouts.num_moved > 0
     held = {r.version for r in simulation.rollouts.replicas}
-    by_step = [simulation.trained[i : i + 16] for i in range(0, 192, 16)]
+    by_step = [simulation.trained_groups[i : i + 16] for i in range(0, 192, 16)]
     assert len(held) > 1 or any(len({g.versions[0].version for g in step}) > 1 for step in by_step)
 
 
 def test_in_flight_a_group_goes_on_under_new_weights():
     simulation = ran(max_staleness=3, weight_change="inflight")
-    assert any(len(group.versions) > 1 for group in simulation.trained)
+    assert any(len(group.versions) > 1 for group in simulation.trained_groups)
 
 
 def test_beside_changes_keep_versions_and_raise_throughput():
     cheap: dict[str, Any] = {"max_staleness": 3, "decode": {"weights_s": 1e-4}}  # reading two versions costs nothing
     beside, between = (ran(12, **cheap, weight_change=w, resident_versions=4) for w in ("beside", "between"))
-    assert all(len(group.versions) == 1 for group in beside.trained)
+    assert all(len(group.versions) == 1 for group in beside.trained_groups)
     assert beside.report.tokens_per_s > between.report.tokens_per_s
 
 
@@ -131,8 +131,8 @@ def test_repacking_raises_throughput_and_trains_the_identical_groups():
     assert on.report.moved_groups > 0
     assert on.report.generated_tokens_per_s > 1.1 * off.report.generated_tokens_per_s
     assert on.report.kv_used > off.report.kv_used
-    assert [g.group_id for g in on.trained] == [g.group_id for g in off.trained]
-    assert [g.num_trained for g in on.trained] == [g.num_trained for g in off.trained]
+    assert [g.group_id for g in on.trained_groups] == [g.group_id for g in off.trained_groups]
+    assert [g.num_trained for g in on.trained_groups] == [g.num_trained for g in off.trained_groups]
 
 
 def test_dead_replicas_lose_no_group_and_little_throughput():
@@ -147,7 +147,7 @@ def test_dead_replicas_lose_no_group_and_little_throughput():
     hit.run()
     assert len(versions) == 3
     assert [r.name for r in hit.rollouts.ended] == ["rollout-0", "rollout-0.1", "rollout-0.2"]
-    assert sorted(g.group_id for g in hit.trained) == sorted(g.group_id for g in calm.trained)
+    assert sorted(g.group_id for g in hit.trained_groups) == sorted(g.group_id for g in calm.trained_groups)
     assert hit.report.dropped == 0
     assert hit.report.staleness_max <= 2
     assert hit.report.tokens_per_s > 0.6 * calm.report.tokens_per_s
@@ -159,7 +159,7 @@ def test_turns_routed_one_by_one_avoid_a_dead_replica():
     hit = Simulation(profile, 8, incidents=[(15.0, lambda simulation: simulation.rollouts.replicas[1].die())])
     hit.run()
     assert len(hit.rollouts.ended) == 1
-    assert len({g.group_id for g in hit.trained}) == 8 * 16
+    assert len({g.group_id for g in hit.trained_groups}) == 8 * 16
 
 
 def test_publish_stall_does_not_depend_on_the_replica_count():
@@ -292,7 +292,7 @@ def test_environments_of_a_dead_replica_are_released():
     hit = Simulation(small(**chat, environments=16), 4, incidents=kills)
     hit.run()
     assert hit.rollouts.ended
-    assert len({g.group_id for g in hit.trained}) == 4 * 16
+    assert len({g.group_id for g in hit.trained_groups}) == 4 * 16
 
 
 def test_a_profile_of_a_file_says_what_it_says(tmp_path: Any):

@@ -31,7 +31,7 @@ from rlsys.monitoring.events import (
     StepDone,
     WorkerBusy,
 )
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.replay.recorded_rollouts import read_rollouts
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeRollouts, FakeWorld, Fault, run_virtual
 from rlsys.types import EngineStats, Group, Ref, ReplicaLoad
@@ -159,7 +159,7 @@ def test_recording_rollouts_is_reported_and_counted_in_its_step(tmp_path):
     spans = [e for e in told.of(WorkerBusy) if e.activity == "recording"]
     assert [(e.worker, e.end_s - e.start_s) for e in spans] == [("actor", pytest.approx(3.0))] * 3
     assert [step.metrics.get("time/record") for step in told.of(StepDone)] == [None, *[pytest.approx(3.0)] * 2]
-    assert undocumented(["time/record"]) == []
+    assert undocumented_names(["time/record"]) == []
 
 
 def test_time_train_stays_what_the_models_say_of_themselves(tmp_path):

@@ -198,9 +198,9 @@ class ModelShapes:
         the adapter. `dtype` is that of parameters, and buffers may have any; None: each tensor's."""
         from torch import nn
 
-        from workers.model.lora import published
+        from workers.model.lora import published_tensors
 
-        every, first = published(model, has_aliases=True), published(model)
+        every, first = published_tensors(model, has_aliases=True), published_tensors(model)
         names = {id(tensor): name for name, tensor in first.items()}
         return cls(
             known={name: tuple(tensor.shape) for name, tensor in every.items()},

@@ -61,7 +61,7 @@ def choose(
     return EngineChoice("vllm", reason)
 
 
-async def _started(engine: VllmServerEngine) -> None:
+async def _start_engine(engine: VllmServerEngine) -> None:
     """Look at the server; close the connection to one that does not fit."""
     try:
         await engine.start()
@@ -100,7 +100,7 @@ async def start_engine(
 
         assert spec.server is not None
         engine = VllmServerEngine(spec, spec.server, stop_token_ids=stop_token_ids, decode=decode, name=worker)
-        await _started(engine)
+        await _start_engine(engine)
     else:
         from workers.engines.local.local_engine import LocalEngine
 

@@ -58,17 +58,17 @@ class EngineJob:
 
     def completion(self, finish: Literal["stop", "length", "abort"] | None) -> Completion:
         """The `begun` tokens followed by those sampled here."""
-        sampled = self._sampled(0, finish)
+        sampled = self._completion_from(0, finish)
         return self.request.begun.then(sampled) if self.request.begun else sampled
 
     def since(self, num_tokens: int) -> Completion:
         """Return the tokens after the first `num_tokens` of a running request. The cost grows with those alone."""
         begun, num_here = self.request.begun, num_tokens - self.request.num_begun
         if begun and num_here < 0:
-            return begun.since(num_tokens).then(self._sampled(0, None))
-        return self._sampled(num_here, None)
+            return begun.since(num_tokens).then(self._completion_from(0, None))
+        return self._completion_from(num_here, None)
 
-    def _sampled(self, start: int, finish: Literal["stop", "length", "abort"] | None) -> Completion:
+    def _completion_from(self, start: int, finish: Literal["stop", "length", "abort"] | None) -> Completion:
         """Return the tokens sampled here, from the token `start` on."""
         marks = [*self.marks, (len(self.output_ids), 0)]
         spans = (VersionSpan(version, end - begin) for (begin, version), (end, _) in pairwise(marks))

@@ -77,7 +77,7 @@ class Adapter:
         """Adapted layers by their names in the model."""
 
     @contextmanager
-    def taken_out(self, model: PreTrainedModel) -> Iterator[None]:
+    def temporary_layers(self, model: PreTrainedModel) -> Iterator[None]:
         """Add the adapter, in fp32; take it out after the block, which lays the model out with it.
 
         The files of a model name its layers, and an adapted layer has another name. The layout stays: it belongs to

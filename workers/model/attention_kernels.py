@@ -63,8 +63,8 @@ def attend(
         return _flash(query_BGQD, key_BGLD, value_BGLD, 0.0, is_causal, attn_mask=mask_QL, scale=scale)
     outs, sums = [], []
     for rows in _pieces(query_BGQD, key_BGLD):
-        capped = _capped(query_BGQD[:, :, rows], key_BGLD, scale, softcap)
-        scores = _masked(capped, mask_QL, rows, is_causal=is_causal)
+        capped = _capped_scores(query_BGQD[:, :, rows], key_BGLD, scale, softcap)
+        scores = _masked_scores(capped, mask_QL, rows, is_causal=is_causal)
         sums.append(scores.logsumexp(-1))
         outs.append((scores - sums[-1][..., None]).exp() @ value_BGLD.to(scores.dtype))
     return torch.cat(outs, 2), torch.cat(sums, 2)
@@ -97,8 +97,8 @@ def attend_backward(
     of_query, of_key, of_value = [], torch.zeros_like(key), torch.zeros_like(value)
     for rows in _pieces(query_BGQD, key_BGLD):
         query, gradient = query_BGQD[:, :, rows].to(dtype), gradient_BGQD[:, :, rows].to(dtype)
-        capped = _capped(query, key, scale, softcap)
-        weights = (_masked(capped, mask_QL, rows, is_causal=is_causal) - lse_BGQ[:, :, rows, None]).exp()
+        capped = _capped_scores(query, key, scale, softcap)
+        weights = (_masked_scores(capped, mask_QL, rows, is_causal=is_causal) - lse_BGQ[:, :, rows, None]).exp()
         inner = (gradient * result_BGQD[:, :, rows].to(dtype)).sum(-1, keepdim=True)
         of_scores = weights * (gradient @ value.mT - inner) * (1 - (capped / softcap).square()) * scale
         of_query.append(of_scores @ key)
@@ -115,12 +115,12 @@ def _pieces(query_BGQD: Tensor, key_BGLD: Tensor) -> Iterator[slice]:
         yield slice(first, min(num_queries, first + num_rows))
 
 
-def _capped(query_BGQD: Tensor, key_BGLD: Tensor, scale: float, softcap: float) -> Tensor:
+def _capped_scores(query_BGQD: Tensor, key_BGLD: Tensor, scale: float, softcap: float) -> Tensor:
     dtype = torch.promote_types(query_BGQD.dtype, torch.float32)
     return softcap * (query_BGQD.to(dtype) @ key_BGLD.to(dtype).mT * (scale / softcap)).tanh()
 
 
-def _masked(scores_BGQL: Tensor, mask_QL: Tensor | None, rows: slice, *, is_causal: bool) -> Tensor:
+def _masked_scores(scores_BGQL: Tensor, mask_QL: Tensor | None, rows: slice, *, is_causal: bool) -> Tensor:
     if mask_QL is not None:
         return scores_BGQL + mask_QL[rows]
     if not is_causal:

@@ -30,7 +30,7 @@ class ContextGroup:
     rank: int
     size: int
 
-    def padded(self, mb: MicroBatch) -> MicroBatch:
+    def pad_row(self, mb: MicroBatch) -> MicroBatch:
         """Extend the row so that all ranks hold equally many positions; nothing attends to the new ones."""
         missing = -len(mb.tokens_R) % self.size
         if not missing:
@@ -56,7 +56,7 @@ class ContextGroup:
         num_own = len(mb.tokens_R) // self.size
         return (mb.before_N // num_own == self.rank).nonzero()[:, 0]
 
-    def joined(self, own_M: Tensor, mb: MicroBatch) -> Tensor:
+    def gather_tokens(self, own_M: Tensor, mb: MicroBatch) -> Tensor:
         """Return values of all trained tokens, `(N,)`, from those that each rank has computed.
 
         Every rank computes the whole loss from them, so the gradient of `own_M` is this rank's part, and no sum.
@@ -82,14 +82,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
         ctx.group = group
-        return _exchanged(parts, group)
+        return _all_to_all(parts, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return _exchanged(gradients[0], ctx.group), None
+        return _all_to_all(gradients[0], ctx.group), None
 
 
-def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlsys.batch.samples import Sample
-from rlsys.batch.tensors import MicroBatch, packed
+from rlsys.batch.tensors import MicroBatch, pack_for_scoring
 from rlsys.number_arrays import FloatArray
 from rlsys.types import Distribution
 from workers.model.context import ContextGroup
@@ -59,11 +59,11 @@ def trained_logprobs(
     output, mb = OutputLayer.of(model), micro_batch
     if context is None:
         return token_logprobs(output, hidden_states(model, mb), mb.targets_N, distribution, max_logits=max_logits)
-    mb = context.padded(mb)
+    mb = context.pad_row(mb)
     targets_M = mb.targets_N[context.own_tokens(mb)]
     hidden_MH = hidden_states(model, mb, context)
     found = token_logprobs(output, hidden_MH, targets_M, distribution, max_logits=max_logits)
-    return context.joined(found[0], mb), context.joined(found[1], mb)
+    return context.gather_tokens(found[0], mb), context.gather_tokens(found[1], mb)
 
 
 def token_logprobs(
@@ -91,7 +91,7 @@ def score(
     device = next(model.parameters()).device
     rows = [np.zeros(len(sample.completion_ids), np.float32) for sample in samples]
     parts: list[tuple[list[int], list[int], Tensor]] = []  # on the device until all are computed
-    for indices, micro_batch in packed(samples, max_tokens):
+    for indices, micro_batch in pack_for_scoring(samples, max_tokens):
         with torch.inference_mode():
             logprobs_N, _ = trained_logprobs(model, micro_batch.to(device), distribution)
         parts.append((indices, micro_batch.num_trained_S.tolist(), logprobs_N))

@@ -84,7 +84,7 @@ def adapter_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {PREFIX + name.replace(f".{NAME}.", "."): p for name, p in every if f".{NAME}." in name}
 
 
-def published(model: nn.Module, *, has_aliases: bool = False) -> dict[str, Tensor]:
+def published_tensors(model: nn.Module, *, has_aliases: bool = False) -> dict[str, Tensor]:
     """Live tensors that a version consists of, by their published names: the adapter; without one, all parameters and
     persistent buffers.
 

@@ -239,7 +239,7 @@ def _count_step(model: PreTrainedModel, how: ActivationCheckpointing, positions:
     marks: list[int] = []
     gradients = [cast("Tensor", parameter.grad) for parameter in parameters]
     with LiveBytes([*parameters, *gradients]) as live:
-        hidden_NH = _hidden(model, positions)
+        hidden_NH = _hidden_states(model, positions)
         activations = live.now
         for tensor in (hidden_NH, embedded.pop()):
             tensor.register_hook(lambda _gradient: marks.append(live.mark()))
@@ -256,13 +256,13 @@ def _count_step(model: PreTrainedModel, how: ActivationCheckpointing, positions:
 def _count_forward(model: PreTrainedModel, positions: int) -> list[int]:
     """Count the most in the layers and in the logits; see `ForwardBytes`."""
     with LiveBytes(model.parameters()) as live:
-        hidden_NH = _hidden(model, positions)
+        hidden_NH = _hidden_states(model, positions)
         layers = live.mark()
         _logprobs(model, hidden_NH)
         return [layers, live.mark()]
 
 
-def _hidden(model: PreTrainedModel, positions: int) -> Tensor:
+def _hidden_states(model: PreTrainedModel, positions: int) -> Tensor:
     """Hidden states of one row of so many tokens, each of which is trained."""
     indices_R = torch.arange(positions, device=META)
     return rows_of(row_states(model, indices_R, indices_R, OneRun(positions)), indices_R)

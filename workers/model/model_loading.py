@@ -47,8 +47,8 @@ def load_model(
     It stays in eval mode even in training. Sampling uses no dropout, so a forward with dropout would compare the
     sampler's logprobs with those of another network. Raises `ModelError`.
     """
-    kind = _with_exact_buffers(supported(path))
-    model = pretrained(kind, path, dtype, key="model", what="causal language model", lay_out=lay_out)
+    kind = _with_exact_buffers(supported_outline(path))
+    model = load_pretrained(kind, path, dtype, key="model", what="causal language model", lay_out=lay_out)
     return on_device(model, device, state_device)
 
 
@@ -70,8 +70,10 @@ def load_base_model(
         if lay_out is not None:
             lay_out(cast("PreTrainedModel", model.base_model))
 
-    kind = _with_exact_buffers(supported(path, key))
-    model = pretrained(kind, path, dtype, key=key, what="causal language model", lay_out=of_base if lay_out else None)
+    kind = _with_exact_buffers(supported_outline(path, key))
+    model = load_pretrained(
+        kind, path, dtype, key=key, what="causal language model", lay_out=of_base if lay_out else None
+    )
     return on_device(cast("PreTrainedModel", model.base_model), device, state_device)
 
 
@@ -85,7 +87,7 @@ def _with_exact_buffers(model: PreTrainedModel) -> type[PreTrainedModel]:
     return type(type(model).__name__, (type(model),), {"_keep_in_fp32_modules_strict": kept})
 
 
-def pretrained(
+def load_pretrained(
     kind: ModelClass, path: str, dtype: torch.dtype, *, key: str, what: str, lay_out: LayOut | None = None
 ) -> PreTrainedModel:
     """Load a model with all of its weights, on the CPU or laid out; safetensors only, no remote code.
@@ -98,7 +100,7 @@ def pretrained(
     check_exists(path, key)
     options: dict[str, Any] = {}
     if lay_out is not None:
-        kind = _laid_out(cast("type[PreTrainedModel]", kind), lay_out)
+        kind = _with_layout(cast("type[PreTrainedModel]", kind), lay_out)
         options["distributed_config"] = DistributedConfig()
     try:
         loaded = kind.from_pretrained(
@@ -117,7 +119,7 @@ def pretrained(
     return model
 
 
-def _laid_out(kind: type[PreTrainedModel], lay_out: LayOut) -> type[PreTrainedModel]:
+def _with_layout(kind: type[PreTrainedModel], lay_out: LayOut) -> type[PreTrainedModel]:
     """Return a class whose `from_pretrained` lays the model out after it is built, and before its weights are read.
 
     The library has the same two methods for layouts of its own, which need environment variables of `torchrun`.
@@ -181,7 +183,7 @@ def outline(path: str, key: str = "model") -> PreTrainedModel:
         raise ModelError(f"{key} {path!r} does not load as a causal language model: {why}") from error
 
 
-def supported(path: str, key: str = "model", *, max_context: int | None = None) -> PreTrainedModel:
+def supported_outline(path: str, key: str = "model", *, max_context: int | None = None) -> PreTrainedModel:
     """Return the `outline` of a model in bfloat16. Raises `ModelError` too if it is of a kind that is not supported, or
     not for samples of `max_context` tokens."""
     model, name = outline(path, key), f"{key} {path!r}"

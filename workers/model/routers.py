@@ -62,11 +62,11 @@ class Routers:
         """Bytes of all choices for one position."""
         return len(self.by_layer) * self.num_chosen * self._dtype.itemsize
 
-    def packed(self, experts_PLC: Tensor) -> Tensor:
+    def pack(self, experts_PLC: Tensor) -> Tensor:
         """Return choices as bytes, `(P, W)`."""
         return experts_PLC.to(self._dtype).flatten(1).contiguous().view(torch.uint8)
 
-    def unpacked(self, bytes_PW: Tensor, place: int) -> Tensor:
+    def unpack(self, bytes_PW: Tensor, place: int) -> Tensor:
         """Return choices of one of the layers as indices, `(P, C)`; -1 where nothing is recorded. Raises
         `TrainingError` for bytes of another model."""
         if bytes_PW.shape[1] != self.num_bytes:
@@ -96,7 +96,7 @@ class RoutingRecorder:
 
     def newest(self) -> Tensor:
         """Return the choices of the last forward, for its positions in order, as bytes `(P, W)`."""
-        return self._routers.packed(torch.stack(self._newest, 1))
+        return self._routers.pack(torch.stack(self._newest, 1))
 
     def _record(self, forward: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         with _TopK() as selection:
@@ -133,7 +133,7 @@ class RoutingReplay:
         if routing_RW is not None:
             self._trained_2[1] += (routing_RW != NOT_RECORDED).any(1).sum()
 
-    def reduced(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def reduce_over(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return `sampler/experts_*` over all ranks since the last call; no share of nothing. Collective."""
         sums = sum_over_ranks(torch.cat([self._trained_2, self._replayed_2])).tolist()
         self._trained_2.zero_()
@@ -149,7 +149,7 @@ class RoutingReplay:
     def _route(self, forward: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if self._recorded_PW is None:
             return forward(*args, **kwargs)
-        chosen_PC = self._routers.unpacked(self._recorded_PW, place)
+        chosen_PC = self._routers.unpack(self._recorded_PW, place)
         with _TopK(chosen_PC) as selection:
             result = forward(*args, **kwargs)
         is_known_PC = chosen_PC >= 0

@@ -121,11 +121,11 @@ class AttentionRow:
             window = None
         if window not in self._blocks:
             device, runs = self._until_R.device, segments_of(self._until_R.tolist())
-            found = _blocks(runs, device) if window is None else self._windowed(runs, window)
+            found = _blocks(runs, device) if window is None else self._window_blocks(runs, window)
             self._blocks[window] = list(found)
         return self._blocks[window]
 
-    def _windowed(self, runs: list[Segment], window: int) -> Iterator[AttentionBlock]:
+    def _window_blocks(self, runs: list[Segment], window: int) -> Iterator[AttentionBlock]:
         positions_R = self._positions_R
         length = max(window, _LONG)
         for run in chain.from_iterable(whole.pieces(length) for whole in runs):
@@ -155,7 +155,7 @@ class AttentionRow:
 
             is_any_MM, is_all_MM = block_pairs(until_R, positions_R, window)
             self._masks[window] = BlockMask.from_kv_blocks(
-                *_ordered(is_any_MM & ~is_all_MM), *_ordered(is_all_MM), _MASK_BLOCK, attends,
+                *_block_order(is_any_MM & ~is_all_MM), *_block_order(is_all_MM), _MASK_BLOCK, attends,
                 seq_lengths=(len(until_R), len(until_R)),
             )  # fmt: skip
         return self._masks[window]
@@ -186,7 +186,7 @@ def _extremes(x_R: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return padded.amin(1), padded.amax(1)
 
 
-def _ordered(is_in_MM: Tensor) -> tuple[Tensor, Tensor]:
+def _block_order(is_in_MM: Tensor) -> tuple[Tensor, Tensor]:
     """Number of the blocks of keys for each block of queries, `(1, 1, M)`, and the indices of all blocks of keys, those
     first, `(1, 1, M, M)`."""
     indices_MM = torch.argsort(is_in_MM.int(), dim=1, descending=True, stable=True)
@@ -213,7 +213,7 @@ def _blocks(runs: list[Segment], device: torch.device) -> Iterator[AttentionBloc
         else:
             own[run.length.bit_length()].append(run)
     for alike in own.values():
-        queries_BQ, real = _padded([(run.start, run.end) for run in alike], device)
+        queries_BQ, real = _pad_spans([(run.start, run.end) for run in alike], device)
         yield AttentionBlock(queries_BQ, queries_BQ, is_causal=True, real=real)
     for run in runs:
         if run.num_below and run.length * run.num_below >= _LONG * _LONG:
@@ -221,12 +221,12 @@ def _blocks(runs: list[Segment], device: torch.device) -> Iterator[AttentionBloc
         elif run.num_below:
             below[run.length, run.num_below.bit_length()].append(run)
     for alike in below.values():
-        queries_BQ, real = _padded([(run.end, run.until) for run in alike], device)
-        keys_BL, _ = _padded([(run.start, run.end) for run in alike], device)
+        queries_BQ, real = _pad_spans([(run.end, run.until) for run in alike], device)
+        keys_BL, _ = _pad_spans([(run.start, run.end) for run in alike], device)
         yield AttentionBlock(queries_BQ, keys_BL, is_causal=False, real=real)
 
 
-def _padded(spans: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _pad_spans(spans: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Positions of each span, the last one repeated up to the length of the longest; and where nothing is repeated."""
     starts_B1, ends_B1 = torch.tensor(spans)[:, :1], torch.tensor(spans)[:, 1:]
     positions_BQ = starts_B1 + torch.arange(int((ends_B1 - starts_B1).max()))
@@ -270,11 +270,13 @@ class _JoinedBlocks(torch.autograd.Function):
             )  # fmt: skip
             rows, own = block.rows(), block.own(_tokens(out, num_kv)).to(summed)
             own_lse = block.own(_tokens(lse[..., None], num_kv))[..., 0]
-            before = _taken(lse_RH, rows)
+            before = _take_rows(lse_RH, rows)
             total = torch.logaddexp(before, own_lse)
             share, own_share = (before - total).exp_(), (own_lse - total).exp_()
             _put(lse_RH, rows, total)
-            _put(joined_RHD, rows, (_taken(joined_RHD, rows) * share[..., None]).addcmul_(own, own_share[..., None]))
+            _put(
+                joined_RHD, rows, (_take_rows(joined_RHD, rows) * share[..., None]).addcmul_(own, own_share[..., None])
+            )
         if sinks_H is not None:
             total = torch.logaddexp(lse_RH, sinks_H.to(summed))
             joined_RHD *= (lse_RH - total).exp_()[..., None]
@@ -314,7 +316,7 @@ class _JoinedBlocks(torch.autograd.Function):
         return *(t.to(query_RHD.dtype) for t in sums), of_sinks_H, None, None, None
 
 
-def _taken(x_RHD: Tensor, rows: _Rows) -> Tensor:
+def _take_rows(x_RHD: Tensor, rows: _Rows) -> Tensor:
     return x_RHD[rows] if isinstance(rows, slice) else x_RHD.index_select(0, rows)
 
 
@@ -423,13 +425,13 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, mas
     if width < _LEAST_WIDTH:
         query, key, value = (nn.functional.pad(x, (0, _LEAST_WIDTH - width)) for x in (query, key, value))
 
-    def capped(score: Tensor, *_indices: Tensor) -> Tensor:
+    def cap_score(score: Tensor, *_indices: Tensor) -> Tensor:
         assert cap is not None
         return cap * torch.tanh(score / cap)
 
     found, aux = _compiled_flex(is_capped=cap is not None)(
         query, key, value, block_mask=mask, scale=rule.scale, enable_gqa=True,
-        score_mod=None if cap is None else capped, return_aux=AuxRequest(lse=True),
+        score_mod=None if cap is None else cap_score, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     found = found[..., :width]
     if sinks_H is None:

@@ -73,7 +73,7 @@ def split_tensors(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan = _tensor_plan(model)
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != _OF_HEADS})
     for name, module in model.named_modules():
-        if plan.get(_numbered(name)) == _OF_HEADS:
+        if plan.get(_layer_pattern(name)) == _OF_HEADS:
             module.forward = _summing(module, mesh.get_group())
 
 
@@ -90,7 +90,7 @@ def experts_of(root: nn.Module) -> list[nn.Module]:
     models = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     plan = models[0].ep_plan if models else {}
     names = {name for name, style in (plan or {}).items() if style == "ep_dispatch_experts"}
-    return [module for name, module in models[0].named_modules() if _numbered(name) in names] if names else []
+    return [module for name, module in models[0].named_modules() if _layer_pattern(name) in names] if names else []
 
 
 def _num_experts(model: PreTrainedModel) -> int:
@@ -110,7 +110,7 @@ def _tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def _numbered(name: str) -> str:
+def _layer_pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

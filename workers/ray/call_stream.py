@@ -65,28 +65,28 @@ class Parcel:
         try:
             chunks: list[Any] = ray.get(list(self.chunks), timeout=FETCH_S)
         except RayError:
-            chunks = [_got(ref) for ref in self.chunks]  # one by one, to find the lost ones
+            chunks = [_get_chunk(ref) for ref in self.chunks]  # one by one, to find the lost ones
         if lost := dict.fromkeys(group_id for group_id, chunk, _ in self.entries if chunks[chunk] is None):
             raise PayloadLost(tuple(lost))
         return [chunks[chunk][index] for _, chunk, index in self.entries]
 
     async def each(self) -> list[Any]:
         """The payloads, in order, with `PayloadLost` in place of each lost one. Does not block the event loop."""
-        chunks = await asyncio.gather(*(_arrived(ref) for ref in self.chunks))
+        chunks = await asyncio.gather(*(_await_chunk(ref) for ref in self.chunks))
         return [
             PayloadLost((group_id,)) if (found := chunks[chunk]) is None else found[index]
             for group_id, chunk, index in self.entries
         ]
 
 
-def _got(ref: ObjectRef) -> Sequence[Any] | None:
+def _get_chunk(ref: ObjectRef) -> Sequence[Any] | None:
     try:
         return ray.get(ref, timeout=FETCH_S)
     except RayError:
         return None
 
 
-async def _arrived(ref: ObjectRef) -> Sequence[Any] | None:
+async def _await_chunk(ref: ObjectRef) -> Sequence[Any] | None:
     try:
         async with timeout(FETCH_S):
             return await ref

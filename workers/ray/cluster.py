@@ -123,7 +123,7 @@ class ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def forked(environment: Mapping[str, str], resources: Resources) -> dict[str, object]:
+def fork_environment(environment: Mapping[str, str], resources: Resources) -> dict[str, object]:
     """Runtime environment of a worker: it is forked if it has no GPU and this process has started a server."""
     if (path := os.environ.get(fork_client.SERVER)) is None or resources.num_gpus:
         return {"env_vars": dict(environment)}
@@ -148,7 +148,7 @@ class LocalStart:
         """Start the keeper and the fork server."""
         mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         keeper = _start_keeper(mark)
-        with _marked(mark):
+        with _mark_processes(mark):
             return cls(mark, keeper, ForkServer.start())
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     begun = begun or LocalStart.of_this_process()
     for is_last in (False, True):
         try:
-            with _on_loopback(), _marked(begun.mark), signals_kept():
+            with _on_loopback(), _mark_processes(begun.mark), signals_kept():
                 ray.init(
                     address="local", num_cpus=num_cpus, object_store_memory=store, include_dashboard=False, **quiet
                 )
@@ -228,7 +228,7 @@ def _start_keeper(mark: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def _marked(mark: str) -> Iterator[None]:
+def _mark_processes(mark: str) -> Iterator[None]:
     """Give the processes that start in this block, and all that they start, a mark in their environment."""
     # Ray's agents overwrite their environment with their title unless SPT_NOENV is set.
     added = {cluster_keeper.MARK: mark, "SPT_NOENV": "1"}

@@ -26,7 +26,7 @@ GRACE_S = 3.0
 LOOK_S = 0.1
 
 
-def marked(mark: str) -> Iterator[int]:
+def marked_processes(mark: str) -> Iterator[int]:
     """Live processes with this mark in their environment, except this one."""
     wanted = f"{MARK}={mark}".encode()
     for environment in Path("/proc").glob("[0-9]*/environ"):
@@ -42,7 +42,7 @@ def end_cluster(mark: str) -> None:
     Waits for the ends of processes that are no children of this one, and cannot notify it.
     """
     until_s = time.monotonic() + GRACE_S
-    while pids := list(marked(mark)):
+    while pids := list(marked_processes(mark)):
         if time.monotonic() > until_s:
             for pid in pids:
                 with suppress(OSError):

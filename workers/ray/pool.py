@@ -90,7 +90,7 @@ class Pool(Generic[W]):
         `on_recovery` is told its name, and the seconds until its successor was ready. Raises `RunAborted` if `worker`
         is none of this pool, or all places are lost.
         """
-        if (dead := self._called(worker)) is not None:
+        if (dead := self._find_member(worker)) is not None:
             self._replace(dead, on_recovery)
         elif not self.has(worker):
             raise RunAborted(f"{worker} failed, and cannot be replaced in a run; resume with run.resume=auto")
@@ -122,7 +122,7 @@ class Pool(Generic[W]):
         """Fill the place of a member that gave way. Waits for a pause: room in the cluster cannot notify."""
         await deadlines.sleep(LONGEST_PAUSE_S)
         self._given.discard(member.index)
-        await self._recovered(member, self._succeeded(member), self.on_recovery)
+        await self._recover_member(member, self._replace_member(member), self.on_recovery)
 
     async def close(self) -> None:
         """Close every member that answers, and end all of them."""
@@ -152,9 +152,9 @@ class Pool(Generic[W]):
         self._leave(dead.name)
         if dead.index not in self._replacing:
             self._replacing.add(dead.index)
-            self._spawn(self._recovered(dead, self._succeeded(dead), on_recovery))
+            self._spawn(self._recover_member(dead, self._replace_member(dead), on_recovery))
 
-    async def _recovered(self, dead: PoolMember[W], successor: PoolMember[W], on_recovery: Recovered) -> None:
+    async def _recover_member(self, dead: PoolMember[W], successor: PoolMember[W], on_recovery: Recovered) -> None:
         """Set up the successor of a dead member; if that fails, another.
 
         Waits for a pause once the place is lost: what it lacks, such as a node, cannot notify.
@@ -162,7 +162,7 @@ class Pool(Generic[W]):
         began_s = asyncio.get_running_loop().time()
         for attempt in count(1):
             if attempt > 1:
-                successor = self._succeeded(successor)
+                successor = self._replace_member(successor)
             try:
                 await self._set_up(successor)
             except RlsysError as error:
@@ -176,7 +176,7 @@ class Pool(Generic[W]):
                     self._lost.add(dead.index)
                     self._notify()
                     if len(self._lost) == len(self.members):
-                        self._given_up(self._nobody_left())
+                        self._on_give_up(self._nobody_left())
                     await deadlines.sleep(min(FIRST_PAUSE_S * 2 ** min(num_more, 10), LONGEST_PAUSE_S))
             else:
                 self._lost.discard(dead.index)
@@ -184,7 +184,7 @@ class Pool(Generic[W]):
                 break
         self._replacing.discard(dead.index)
 
-    def _succeeded(self, member: PoolMember[W]) -> PoolMember[W]:
+    def _replace_member(self, member: PoolMember[W]) -> PoolMember[W]:
         """Kill a member and put a successor in its place; the successor is not set up yet."""
         self._spawn(member.worker.kill_with_stacks())
         successor = self.members[member.index] = self._member(member.index, member.generation + 1)
@@ -196,7 +196,7 @@ class Pool(Generic[W]):
         calls = CallStream(name, self._phase, lambda requests: self._send(worker, requests))
         return PoolMember(index, generation, name, worker, calls)
 
-    def _called(self, worker: str) -> PoolMember[W] | None:
+    def _find_member(self, worker: str) -> PoolMember[W] | None:
         return next((member for member in self.members if member.name == worker), None)
 
     def _live(self) -> list[PoolMember[W]]:
@@ -205,7 +205,7 @@ class Pool(Generic[W]):
     async def _set_up(self, member: PoolMember[W]) -> None:
         await member.worker.setup(silence_s=self._supply.silence_s, on_unplaced=self.on_unplaced)
         member.is_live = True
-        self._joined(member)
+        self._on_join(member)
         self._notify()
         self._spawn(self._watch(member))
 
@@ -248,17 +248,17 @@ class Pool(Generic[W]):
 
     def _leave(self, worker: str) -> None:
         """Give no more work to the member called `worker`."""
-        if (member := self._called(worker)) is not None and member.is_live:
+        if (member := self._find_member(worker)) is not None and member.is_live:
             member.is_live = False
-            self._left(member)
+            self._on_leave(member)
 
-    def _given_up(self, failure: RunAborted) -> None:
+    def _on_give_up(self, failure: RunAborted) -> None:
         """All places are lost."""
 
-    def _joined(self, member: PoolMember[W]) -> None:
+    def _on_join(self, member: PoolMember[W]) -> None:
         """A member is live from now."""
 
-    def _left(self, member: PoolMember[W]) -> None:
+    def _on_leave(self, member: PoolMember[W]) -> None:
         """A member is live no more."""
 
     def _notify(self) -> None:
@@ -278,7 +278,7 @@ class Pool(Generic[W]):
     async def _do(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
         """Let a member answer one request, within its deadline. A member that fails at it gets no more work."""
         with self._at_work(member):
-            return await self._sent(member, request, phase)
+            return await self._send_call(member, request, phase)
 
     @contextmanager
     def _at_work(self, member: PoolMember[W]) -> Iterator[None]:
@@ -292,5 +292,5 @@ class Pool(Generic[W]):
         finally:
             member.num_running -= 1
 
-    async def _sent(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
+    async def _send_call(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
         return await with_deadline(member.calls.call(request), self._supply.deadline_s, member.name, phase)

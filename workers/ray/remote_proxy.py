@@ -34,7 +34,7 @@ from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
 from workers.ray import vitals
-from workers.ray.cluster import LOOPBACK, NO_MATHS, Resources, forked, free_port, lacking, mark_semaphores
+from workers.ray.cluster import LOOPBACK, NO_MATHS, Resources, fork_environment, free_port, lacking, mark_semaphores
 from workers.ray.shared_memory import shared_memory_problem
 
 W = TypeVar("W")
@@ -161,10 +161,10 @@ class _Pickled:
     def __reduce__(self) -> tuple[Any, ...]:
         buffers: list[pickle.PickleBuffer] = []
         text = pickle.dumps(self._value, protocol=5, buffer_callback=buffers.append)
-        return _unpickled, (text, *buffers)
+        return _unpickle, (text, *buffers)
 
 
-def _unpickled(text: bytes, *buffers: pickle.PickleBuffer) -> object:
+def _unpickle(text: bytes, *buffers: pickle.PickleBuffer) -> object:
     return pickle.loads(text, buffers=buffers)
 
 
@@ -198,12 +198,12 @@ class Remote(Generic[W]):
     ) -> T:
         """Call a method of the worker. References among the arguments are resolved on arrival."""
         answer = self.actor.call.remote(self.part + method.__name__, *args, **kwargs)
-        return await self._answered(answer, method, args, kwargs)
+        return await self._await_answer(answer, method, args, kwargs)
 
     async def beside(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of a worker without async methods in a second thread, beside its other calls."""
         answer = self.actor.beside.remote(self.part + method.__name__, *args, **kwargs)
-        return await self._answered(answer, method, args, kwargs)
+        return await self._await_answer(answer, method, args, kwargs)
 
     async def split(
         self, method: Callable[Concatenate[W, P], _Split[T]], num_kept: int, *args: P.args, **kwargs: P.kwargs
@@ -211,7 +211,7 @@ class Remote(Generic[W]):
         """Call a method; returns its first value, and references to the `num_kept` others."""
         call = self.actor.call.options(num_returns=1 + num_kept)
         answer, *kept = call.remote(self.part + method.__name__, *args, **kwargs)
-        return await self._answered(answer, method, args, kwargs), kept
+        return await self._await_answer(answer, method, args, kwargs), kept
 
     def stream(
         self, method: Callable[Concatenate[W, P], AsyncIterator[object]], *args: P.args, **kwargs: P.kwargs
@@ -246,12 +246,12 @@ class Remote(Generic[W]):
         Raises `DeadlineExceeded` if its process sends no heartbeat for ten times `silence_s`. `on_unplaced` is called
         again and again while there is no process and the cluster has too little free for one.
         """
-        await self._placed(on_unplaced)
+        await self._wait_for_place(on_unplaced)
         patience_s = min(SET_UP_PATIENCE * silence_s, SET_UP_S)
         setting_up = call(self.actor.setup.remote(*args), self.name, "setting up", SET_UP_S)
         await deadlines.unless(setting_up, self.watch_process(patience_s))
 
-    async def _placed(self, on_unplaced: Callable[[WorkerError], None]) -> None:
+    async def _wait_for_place(self, on_unplaced: Callable[[WorkerError], None]) -> None:
         """Return once there is a process. Waits for free resources, which cannot notify."""
         answer = call(self.actor.__ray_ready__.remote(), self.name, "starting", SET_UP_S)
         started = asyncio.ensure_future(answer)
@@ -308,7 +308,7 @@ class Remote(Generic[W]):
         """Kill the process. With `restart`, Ray starts it again, if it was started with `restarts`."""
         ray.kill(self.actor, no_restart=not restart)
 
-    async def _answered(
+    async def _await_answer(
         self, answer: Awaitable[T], method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> T:
         phase, patience = phase_of(method, args, kwargs)
@@ -356,7 +356,7 @@ def start(
         max_restarts=-1 if restarts else 0,
         max_concurrency=ASYNC_CALLS if is_async else 1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else None,
-        runtime_env=forked(environment, resources),
+        runtime_env=fork_environment(environment, resources),
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
 

@@ -52,7 +52,7 @@ def local_store_bytes(wanted: int | None = None, measure: Measure = shutil.disk_
     room = int(measure(SHM).free * SHARE)
     if room < MIN_STORE:
         raise ClusterError(
-            f"{_told(SHM, measure)}, and the object store of a local Ray cluster needs {MIN_STORE // MIB} MiB: {REMEDY}"
+            f"{_room(SHM, measure)}, and the object store of a local Ray cluster needs {MIN_STORE // MIB} MiB: {REMEDY}"
         )
     return min(room, wanted or resolve_object_store_memory(estimate_available_memory()))
 
@@ -60,9 +60,9 @@ def local_store_bytes(wanted: int | None = None, measure: Measure = shutil.disk_
 def shared_memory_problem(measure: Measure = shutil.disk_usage) -> str:
     """Text with the remedy if /dev/shm of this node is full; else empty."""
     is_full = Path(SHM).is_dir() and measure(SHM).free < FULL
-    return f"{_told(SHM, measure)}: {REMEDY}" if is_full else ""
+    return f"{_room(SHM, measure)}: {REMEDY}" if is_full else ""
 
 
-def _told(folder: str, measure: Measure) -> str:
+def _room(folder: str, measure: Measure) -> str:
     usage = measure(folder)
     return f"{folder} has {usage.free // MIB} MiB free of {usage.total // MIB}"

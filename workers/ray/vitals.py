@@ -60,7 +60,7 @@ class Vitals:
         before = last_sample(run_dir, worker)
         self._log_turn = before.log_turn if before else 0
         self._process, self._host = psutil.Process(), socket.gethostname()
-        self._cpu_s, self._net = 0.0, _transferred()
+        self._cpu_s, self._net = 0.0, _transferred_bytes()
         self._at = time.monotonic() - (time.time() - self._process.create_time())
         psutil.cpu_percent()  # the next value is since this call
 
@@ -97,15 +97,15 @@ class Vitals:
 
     def sample(self) -> None:
         """Append a sample; a file that has grown too large begins anew. Raises `OSError`."""
-        if _begun_anew(self._log):
+        if _rotate_log(self._log):
             self._log_turn += 1
-        _begun_anew(self._samples)
+        _rotate_log(self._samples)
         size = self._log.stat().st_size if self._log.exists() else 0
-        row = MachineSample(**self._used(), log_bytes=size, log_turn=self._log_turn)
+        row = MachineSample(**self._current_usage(), log_bytes=size, log_turn=self._log_turn)
         with self._samples.open("ab") as file:
             file.write(orjson.dumps(row) + b"\n")
 
-    def _used(self) -> Mapping[str, Any]:
+    def _current_usage(self) -> Mapping[str, Any]:
         now, children = time.monotonic(), _children_of(self._process.pid) if self._has_children else ()
         cpu_s, memory = 0.0, 0
         for process in (self._process, *children):
@@ -113,7 +113,7 @@ class Vitals:
                 times = process.cpu_times()
                 cpu_s += times.user + times.system
                 memory += process.memory_info().rss
-        net, seconds = _transferred(), max(now - self._at, 1e-3)
+        net, seconds = _transferred_bytes(), max(now - self._at, 1e-3)
         sent, received = ((new - old) / seconds for new, old in zip(net, self._net, strict=True))
         cpu = max(0.0, cpu_s - self._cpu_s) / seconds
         self._at, self._cpu_s, self._net = now, cpu_s, net
@@ -135,7 +135,7 @@ class Vitals:
         }
 
 
-def _transferred() -> tuple[int, int]:
+def _transferred_bytes() -> tuple[int, int]:
     """Bytes that this node has sent and received so far, loopback left out."""
     cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     return sum(card.bytes_sent for card in cards), sum(card.bytes_recv for card in cards)
@@ -200,7 +200,7 @@ async def end_of(worker: str) -> str:
     return told + (f"; the end of {LOGS}/{worker}.log:\n    " + "\n    ".join(lines) if lines else "")
 
 
-def _begun_anew(path: Path) -> bool:
+def _rotate_log(path: Path) -> bool:
     """Keep a file that is too large under another name, and empty it: its writers append. True if it was too large."""
     if not path.exists() or path.stat().st_size <= MOST_BYTES:
         return False

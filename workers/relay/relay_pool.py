@@ -28,7 +28,7 @@ from rlsys.weight_sync.relay import (
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.remote_proxy import Remote, start
 from workers.transport.buckets import bucket_hash
-from workers.transport.deltas import patched
+from workers.transport.deltas import apply_delta
 from workers.transport.route import Route, TransportSpec
 from workers.transport.transport import WeightTransport
 
@@ -46,10 +46,10 @@ class RelayStore:
         assert isinstance(data, np.ndarray)
         return await asyncio.to_thread(bucket_hash, data)
 
-    async def patched(self, base: Ref, delta: object) -> object:
+    async def apply_delta(self, base: Ref, delta: object) -> object:
         assert isinstance(delta, np.ndarray)
         old = await self._transport.fetch(base, "this relay", "reading the version before")
-        return await asyncio.to_thread(patched, old, delta)
+        return await asyncio.to_thread(apply_delta, old, delta)
 
     async def own(self, data: object) -> Ref:
         assert isinstance(data, np.ndarray)
@@ -59,7 +59,7 @@ class RelayStore:
             raise MemoryError(str(error)) from error
 
     async def borrow(self, ref: Ref) -> Ref:
-        return self._transport.held(ref)
+        return self._transport.keep_bytes(ref)
 
 
 class RayRelays:
@@ -102,7 +102,7 @@ class RayRelays:
         members = []
         for node in node_ids():
             name, place = f"relay-{node[:8]}", transport.place_on(node)
-            build = partial(_built, kind, name, place, transport, transfer_s, *args)
+            build = partial(_build_relay, kind, name, place, transport, transfer_s, *args)
             members.append(start(kind, name, build, NO_MATHS, transfer_s / TRIES, place=node, restarts=True))
         return cls(members, transfer_s, transport, num_bytes=num_bytes)
 
@@ -113,7 +113,9 @@ class RayRelays:
 
     async def arrival(self, version: PolicyVersion) -> Arrival:
         """See `Relays.arrival`. Waits for relays that restart or hang; the caller sets the deadline."""
-        arrival, parts = await patiently(lambda: self._found(version), None, f"taking in version {version}")
+        arrival, parts = await patiently(
+            lambda: self._find_announcements(version), None, f"taking in version {version}"
+        )
         if not self._last or self._last[0].version < version:
             self._last = parts
         return arrival
@@ -131,13 +133,13 @@ class RayRelays:
             errors = [pin for pin in pins if isinstance(pin, BaseException)]
             if len(errors) == len(pins):
                 raise passing(errors)
-            _, self._pinned = await self._found(version)
+            _, self._pinned = await self._find_announcements(version)
 
         num_bytes = sum(announcement.part.num_bytes for announcement in self._last)
         seconds = deadline_s(self._transfer_s, num_bytes, BYTES_PER_S)
         await patiently(ask, seconds, f"pinning version {version}")
 
-    async def _found(self, version: PolicyVersion) -> tuple[Arrival, tuple[Announcement, ...]]:
+    async def _find_announcements(self, version: PolicyVersion) -> tuple[Arrival, tuple[Announcement, ...]]:
         """Arrival and announcements of `version`, from the first relay that has it."""
         asked = [asyncio.create_task(member.proxy.arrival(version)) for member in self.members]
         try:
@@ -186,9 +188,9 @@ class RayRelays:
         relay, answer_s = member.proxy, self._transfer_s / TRIES
         news = asyncio.ensure_future(relay.watch())
         try:
-            await member.within(inf).proxy.held()
+            await member.within(inf).proxy.holding()
             while not (await asyncio.wait([news], timeout=answer_s))[0]:
-                await relay.held()
+                await relay.holding()
             return await news
         except WorkerDied as error:
             return error
@@ -203,18 +205,18 @@ class RayRelays:
         while member.place in self._nodes():
             neighbours = [other.proxy for other in self.members if other is not member]
             try:
-                return await member.proxy.refill(neighbours, self._known())
+                return await member.proxy.refill(neighbours, self._refill_holding())
             except UNAVAILABLE:
                 await asyncio.sleep(RESTART_POLL_S)
         self.members.remove(member)
         return None
 
-    def _known(self) -> Holding:
+    def _refill_holding(self) -> Holding:
         """Announcements that can refill a tier that has lost everything."""
         return Holding((*self._last, *self._pinned), self._pinned[0].version if self._pinned else None)
 
 
-def _built(
+def _build_relay(
     kind: type[Relay], name: str, place: str, transport: TransportSpec, transfer_s: float, *args: object
 ) -> Relay:
     """Build a relay in its process."""

@@ -28,7 +28,14 @@ from rlsys.algorithm import REFERENCE_SIGNALS, LossInputs, LossOutput, Signal
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, RankPlan, plan_batch
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep
-from rlsys.replay.replay_results import Comparison, NonFinite, ReplayedSample, ReplayedStep, RetrainedSteps, compared
+from rlsys.replay.replay_results import (
+    Comparison,
+    NonFinite,
+    ReplayedSample,
+    ReplayedStep,
+    RetrainedSteps,
+    compare_metrics,
+)
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.stabilizer import alone
@@ -47,7 +54,7 @@ from workers.train.optimizer import (
 from workers.train.rank_group import RankGroup, in_processes
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.state_files import load_state
-from workers.train.step_data import Part, RankStep, mismatched
+from workers.train.step_data import Part, RankStep, mismatched_column
 from workers.train.value_model import CriticBackend, load_value_model
 from workers.transport.checksums import hash_of
 
@@ -101,7 +108,7 @@ def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: S
             Comparison(f"weights of version {version}", told.hashes.get(version), found)
             for version, found in zip(versions, hashes, strict=True)
         ),
-        metrics=compared(told.ends[recording.step].metrics, metrics),
+        metrics=compare_metrics(told.ends[recording.step].metrics, metrics),
         device=f"computed on a CPU, where the run had a GPU: {', '.join(sorted(moved))}" if moved else "",
     )
 
@@ -121,7 +128,7 @@ def models_on_gpu(config: Config) -> frozenset[str]:
 
 def _train_rank(job: RetrainJob, rank: int, address: str) -> tuple[list[str], dict[str, float]]:
     mesh = job.config.train.mesh
-    ranks = RankGroup(rank, mesh.num_ranks, address=address).arranged(mesh)
+    ranks = RankGroup(rank, mesh.num_ranks, address=address).with_mesh(mesh)
     try:
         return _train(job, ranks)
     finally:
@@ -206,7 +213,7 @@ class Models:
                     columns[signal] = self.policy.reference(plan, data, signal, distribution)
         if self._reference is not None:
             with _threads(self._config.resources["reference"].threads):
-                columns[Signal.REFERENCE_MISMATCHED] = self._reference.mismatched(plan, data)
+                columns[Signal.REFERENCE_MISMATCHED] = self._reference.mismatched_logprobs(plan, data)
         if self._critic is not None:
             with _threads(self._config.resources["critic"].threads):
                 columns[Signal.VALUES] = self._critic.values(plan, data)
@@ -266,10 +273,10 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
         plan=plan, data=data.with_columns(columns), algorithm=algorithm, version=failed.version, device=device
     )
     tokenizer = load_tokenizer(config.model.path)
-    updates = step.shaped() if is_critic else step.whole(torch.no_grad()(trained.forward), RankGroup())
+    updates = step.update_parts() if is_critic else step.whole(torch.no_grad()(trained.forward), RankGroup())
     index = failed.update or 0
     parts = next(islice(updates, index, None))
-    samples = tuple(_replayed(trained, index, part, records, tokenizer) for part in parts)
+    samples = tuple(_replay_sample(trained, index, part, records, tokenizer) for part in parts)
     models = [one for one in (trained, critic) if one]
     weights = _first_of((f"{one.name}'s {name}", p) for one in models for name, p in one.module.named_parameters())
     return ReplayedStep(failed.version + 1, failed.error, weights, samples, _not_reproduced(failed))
@@ -335,7 +342,7 @@ def _columns(
     if wanted & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
         score = _scores(load_model(config.reference_path, getattr(torch, config.dtype), device), config)
         made[Signal.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))
-        made[Signal.REFERENCE_MISMATCHED] = lambda one: mismatched(data, one, plan.partners, score, device)
+        made[Signal.REFERENCE_MISMATCHED] = lambda one: mismatched_column(data, one, plan.partners, score, device)
     if critic is not None:
         made[Signal.VALUES] = lambda one: critic.forward(data.micro_batch(one).to(device))
     with torch.no_grad():
@@ -357,7 +364,7 @@ def _first_of(named: Iterable[tuple[str, Tensor]], spell: Callable[[int], str] |
     return None
 
 
-def _replayed(
+def _replay_sample(
     trained: _Trained, update: int, part: Part, records: Sequence[GroupRecord], tokenizer: PreTrainedTokenizerBase
 ) -> ReplayedSample:
     """Row of the only sample of a micro-batch, with its own gradient."""

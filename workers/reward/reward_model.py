@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlsys.agents.session_record import messages_of
 from rlsys.errors import ModelError
 from rlsys.types import Message, Prompt
-from workers.model.model_loading import load_tokenizer, on_device, pretrained
-from workers.text.tokenizer import rendered
+from workers.model.model_loading import load_pretrained, load_tokenizer, on_device
+from workers.text.tokenizer import render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ class RewardModel:
         self.weight = weight
         self._path, self._max_tokens, self._device = path, max_tokens, device
         kind = AutoModelForSequenceClassification
-        model = pretrained(kind, path, getattr(torch, dtype), key=_KEY, what="sequence classifier")
+        model = load_pretrained(kind, path, getattr(torch, dtype), key=_KEY, what="sequence classifier")
         if model.config.num_labels != 1:
             raise ModelError(f"{_KEY} {path!r} has {model.config.num_labels} labels; a reward model has exactly one")
         self._model = on_device(model, device)
@@ -72,7 +72,7 @@ class RewardModel:
             return prompt + completion
         messages = (*messages_of(prompt), Message(role="assistant", content=completion))
         whose = f"the reward model {self._path!r}"
-        return rendered(self._tokenizer, messages, self._template, whose=whose, opens_turn=False)
+        return render_template(self._tokenizer, messages, self._template, whose=whose, opens_turn=False)
 
 
 def _agree_on_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -24,11 +24,11 @@ from rlsys.rewards.reward_function import (
     RewardInput,
     RewardSpec,
     RewardSum,
-    judged_in,
+    judged_agents,
     known_score,
     score_of,
     total,
-    weighted,
+    weight_score,
 )
 from rlsys.types import Busy, Episode, Group, Score, Task, VersionSpan
 from rlsys.util.deadlines import remote
@@ -116,10 +116,10 @@ class RewardWorker:
     async def score_each(self, tasks: Sequence[Task], parcel: Parcel) -> AsyncIterator[object]:
         """Score groups, one per task; see `answer_in_chunks`."""
         requests = list(zip(tasks, await parcel.each(), strict=True))
-        async for part in answer_in_chunks(requests, self._scored):
+        async for part in answer_in_chunks(requests, self._score_payload):
             yield part
 
-    async def _scored(self, request: tuple[Task, tuple[Episode, ...] | PayloadLost]) -> tuple[GroupScores, None]:
+    async def _score_payload(self, request: tuple[Task, tuple[Episode, ...] | PayloadLost]) -> tuple[GroupScores, None]:
         task, payload = request
         if isinstance(payload, PayloadLost):
             raise payload
@@ -128,7 +128,7 @@ class RewardWorker:
         return GroupScores(scores, Busy(self.name, start_s, time.monotonic())), None
 
     @remote("replacing an episode of group {parcel.entries[0][0]}")
-    async def replaced(
+    async def replace_episode(
         self, parcel: Parcel, episode: int, donor_episode: int, policy: str
     ) -> tuple[tuple[VersionSpan, ...], tuple[tuple[Episode, ...], ...]]:
         """Replace an episode of the first of two payloads by one of the second. Returns the versions that `policy`
@@ -158,7 +158,7 @@ class RewardWorker:
             scored = await self._judge(task, [self._input(episodes[i]) for i in unjudged])
             for i, score in zip(unjudged, scored, strict=True):
                 scores[i] = score
-        judged = judged_in(episodes)
+        judged = judged_agents(episodes)
         others: list[dict[int, Score]] = [{} for _ in episodes]
         if judged:  # by a call of their own: functions of a group compare roots with roots
             scored = await self._judge(task, [self._input(episodes[e], t) for e, t in judged])
@@ -192,7 +192,7 @@ class RewardWorker:
             logits = await loop.run_in_executor(self._model_thread, model.score, task.prompt, texts)
         except RuntimeError as error:
             raise WorkerDied(self.name, "scoring with the reward model", f"{type(error).__name__}: {error}") from error
-        return [weighted(score_of(logit), MODEL, model.weight) for logit in logits]
+        return [weight_score(score_of(logit), MODEL, model.weight) for logit in logits]
 
     async def _by_functions(self, pool: Functions, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Score all at once; one by one after a hang or a death. After a hang, later groups are also scored one by one,
@@ -255,13 +255,15 @@ class RewardPool(Pool[RewardWorker]):
         assert isinstance(scored, GroupScores)
         return scored
 
-    async def replaced(self, replacement: Replacement) -> Group:
+    async def replace_episode(self, replacement: Replacement) -> Group:
         group, member = replacement.group, await self._least_busy()
         parcel = Parcel.of((g.group_id, g.payload) for g in (group, replacement.donor))
         with self._at_work(member):
             places = (replacement.episode, replacement.donor_episode)
-            versions, (chunk,) = await member.worker.split(RewardWorker.replaced, 1, parcel, *places, group.policy)
-        return replacement.applied(PayloadRef(chunk, 0), versions)
+            versions, (chunk,) = await member.worker.split(
+                RewardWorker.replace_episode, 1, parcel, *places, group.policy
+            )
+        return replacement.build_group(PayloadRef(chunk, 0), versions)
 
     async def _least_busy(self) -> PoolMember[RewardWorker]:
         await self._serving()

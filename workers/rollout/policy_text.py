@@ -69,10 +69,10 @@ class PolicyText:
 
     async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         work = partial(self.codec.encode, prompt, options, most=self.max_context_tokens)
-        return await self._tokenized(work, num_chars((prompt, options.tools)))
+        return await self._tokenize(work, num_chars((prompt, options.tools)))
 
     async def append(self, text: str) -> tuple[int, ...]:
-        return await self._tokenized(partial(self.codec.append, text, most=self.max_context_tokens), len(text))
+        return await self._tokenize(partial(self.codec.append, text, most=self.max_context_tokens), len(text))
 
     async def extend(
         self,
@@ -82,12 +82,12 @@ class PolicyText:
         options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:
         work = partial(self.codec.extend, ids, said, new, options, most=self.max_context_tokens)
-        return await self._tokenized(work, num_chars((said, new, options.tools)))
+        return await self._tokenize(work, num_chars((said, new, options.tools)))
 
     async def reply_ids(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
         """Token ids of a recorded reply. Raises `TaskTooLong`, also if they leave no room for the token that scoring
         needs."""
-        ids = await self._tokenized(partial(self.codec.reply, reply), len(reply))
+        ids = await self._tokenize(partial(self.codec.reply, reply), len(reply))
         most = min(self.sampling.max_new_tokens, self.max_context_tokens - len(prompt_ids) - 1)
         if not 0 < len(ids) <= most:
             raise TaskTooLong(
@@ -98,7 +98,7 @@ class PolicyText:
             )
         return ids
 
-    async def _tokenized(self, work: Callable[[], tuple[int, ...]], size: int) -> tuple[int, ...]:
+    async def _tokenize(self, work: Callable[[], tuple[int, ...]], size: int) -> tuple[int, ...]:
         """Tokenize a text of `size` characters, in the thread if it is large. Raises `TaskTooLong`.
 
         Waits for the large texts before it and for its own; unblocked by their ends, and not by each other's errors.

@@ -62,14 +62,14 @@ class RemoteReplica:
         try:
             return await asyncio.shield(asked)
         except asyncio.CancelledError:
-            self._spawn(self._released(asked))
+            self._spawn(self._release_unused(asked))
             raise
 
     async def release(self, hold: Hold) -> None:
         with suppress(*LOSSES):
             await self._worker.call(ReplicaWorker.release, self._policy, hold)
 
-    async def _released(self, asked: asyncio.Future[Hold | None]) -> None:
+    async def _release_unused(self, asked: asyncio.Future[Hold | None]) -> None:
         """Release a hold that nobody waits for any more, once it is granted."""
         with suppress(*LOSSES):
             if (hold := await asked) is not None:
@@ -90,9 +90,9 @@ class RemoteReplica:
 
     def _send(self) -> None:
         requests, self._unsent = self._unsent, []
-        self._spawn(self._sent(requests))
+        self._spawn(self._send_requests(requests))
 
-    async def _sent(self, requests: Sequence[Request]) -> None:
+    async def _send_requests(self, requests: Sequence[Request]) -> None:
         try:
             await self._worker.call(ReplicaWorker.submit, self._policy, self._owner, requests)
         except RlsysError as error:

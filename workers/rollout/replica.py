@@ -83,7 +83,7 @@ class EngineReplica:
         """Called with each failure after which the replica is of no use."""
         self._engine, self._num_slots = engine, num_slots
         self.weights = ReplicaWeights(
-            name, engine, puller, change, base=base, emptied=self._emptied, on_loss=self._lose
+            name, engine, puller, change, base=base, emptied=self._wait_until_empty, on_loss=self._lose
         )
         self._holds: dict[str, PolicyVersion] = {}
         """The held version, by id of the hold."""
@@ -128,7 +128,7 @@ class EngineReplica:
         try:
             done = await self._engine.generate(request)
             new = done.since(request.num_begun)
-            weights = await self.weights.vouched(new.versions)
+            weights = await self.weights.acknowledgements_of(new.versions)
         except LOSSES as error:
             self._fail(error)
         finally:
@@ -146,7 +146,7 @@ class EngineReplica:
         asked = {name: num for name, num in known.items() if name in self._running}
         found = await self._engine.progress(asked) if asked else {}
         return {
-            name: Chunk(done, await self.weights.vouched(done.versions))
+            name: Chunk(done, await self.weights.acknowledgements_of(done.versions))
             for name, done in found.items()
             if self.weights.are_vouched(done.versions)
         }
@@ -165,7 +165,7 @@ class EngineReplica:
                 version = self._engine.version
                 logprobs = await self._engine.score(ids)
                 if self._engine.version == version:
-                    weights = await self.weights.vouched((VersionSpan(version, len(ids)),))
+                    weights = await self.weights.acknowledgements_of((VersionSpan(version, len(ids)),))
                     return Scored(logprobs, version, weights)
         except LOSSES as error:
             self._fail(error)
@@ -176,15 +176,15 @@ class EngineReplica:
         if wanted is None or self.weights.is_fixed:
             return None
         if wanted.hash is None:
-            if not wanted.fits(self.weights.held):
+            if not wanted.fits(self.weights.acknowledgement):
                 await self.weights.ensure(wanted.version)
             return None
-        if wanted.fits(self.weights.held) and (request.hold in self._holds or not self.weights.is_changing):
+        if wanted.fits(self.weights.acknowledgement) and (request.hold in self._holds or not self.weights.is_changing):
             return None
         return self._last(Completion((), (), (), "abort"), "weights", (), self.stats())
 
     def _last(self, more: Completion, reason: AbortReason | None, weights: tuple, stats: EngineStats) -> Chunk:
-        held, pulls = self.weights.held, self.weights.take_pulls()
+        held, pulls = self.weights.acknowledgement, self.weights.take_pulls()
         return Chunk(more, weights, reason, self._load(stats), held, pulls, time.monotonic())
 
     def _lose(self, failure: WorkerError) -> None:
@@ -210,14 +210,14 @@ class EngineReplica:
         weights = self.weights
         if weights.is_fixed:
             return Hold("", self.name, None)
-        if wanted.hash is not None and wanted.fits(weights.held) and weights.is_changing:
+        if wanted.hash is not None and wanted.fits(weights.acknowledgement) and weights.is_changing:
             return None  # a change waits: no hold on the old weights is granted
         if not weights.is_ready(wanted.version):
             if not waits:
                 return None
             await weights.ensure(wanted.version)
         weights.forget_acknowledged([*self._holds.values(), *(running.oldest for running in self._running.values())])
-        held = weights.held
+        held = weights.acknowledgement
         if not wanted.fits(held):
             return None
         assert held is not None
@@ -245,7 +245,7 @@ class EngineReplica:
             del self._holds[name]
         self._quiet.set()
 
-    async def _emptied(self) -> bool:
+    async def _wait_until_empty(self) -> bool:
         """Return once no group holds the weights and no request runs: requests without a hold are aborted, and go on
         elsewhere. Returns True if it had to wait. Unblocked by the last hold and the last request ending."""
         has_waited = False
@@ -264,7 +264,7 @@ class EngineReplica:
         return self._load(self.stats())
 
     def _load(self, stats: EngineStats) -> ReplicaLoad:
-        held = self.weights.held
+        held = self.weights.acknowledgement
         return ReplicaLoad(
             self.name,
             self._engine.version if held is None else held.version,

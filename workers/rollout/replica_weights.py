@@ -82,7 +82,7 @@ class ReplicaWeights:
     # ------------------------------------------------------------------------------------------------- what is loaded
 
     @property
-    def held(self) -> Acknowledged | None:
+    def acknowledgement(self) -> Acknowledged | None:
         """The acknowledgement of the loaded weights; None before the first pull."""
         return self._acknowledged[max(self._acknowledged)] if self._acknowledged else None
 
@@ -102,7 +102,7 @@ class ReplicaWeights:
         is_delayed = self.when == "between" and self._change is not None
         return self.is_fixed or (self._is_new_enough(version) and not is_delayed)
 
-    async def vouched(self, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
+    async def acknowledgements_of(self, versions: Sequence[VersionSpan]) -> tuple[Acknowledged, ...]:
         """Return the acknowledgements of versions that tokens were sampled from.
 
         Waits for a weight change under way; unblocked by its end, which acknowledges the version. Raises the error of a
@@ -141,10 +141,10 @@ class ReplicaWeights:
             return
         while self._change is not None or not self._is_new_enough(version):
             if self._change is None:
-                self._change = asyncio.create_task(self._changed(self._puller, version))
+                self._change = asyncio.create_task(self._change_weights(self._puller, version))
             await asyncio.shield(self._change)
 
-    async def _changed(self, puller: Puller, version: PolicyVersion) -> None:
+    async def _change_weights(self, puller: Puller, version: PolicyVersion) -> None:
         """Change the weights. No change is under way any more when this ends, not one turn of the event loop later:
         otherwise `ensure` would wait for its end for ever."""
         try:
@@ -161,10 +161,10 @@ class ReplicaWeights:
             detail = f"an earlier weight change failed, restart the replica: {self.failure}"
             raise WeightsMismatch(self.name, "starting a group", detail)
         began_s = time.monotonic()
-        pulled = await self._staged(puller, version)
+        pulled = await self._pull_and_stage(puller, version)
         if self.when == "between" and await self._emptied():  # may take long
             began_s = time.monotonic()
-            pulled = await self._staged(puller, version, before=pulled)
+            pulled = await self._pull_and_stage(puller, version, before=pulled)
         manifest, weights = pulled
         held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
         self._acknowledged[held.version] = held
@@ -177,9 +177,9 @@ class ReplicaWeights:
                 del self._acknowledged[version]
 
     def _is_new_enough(self, version: PolicyVersion) -> bool:
-        return self._gate_open and self.held is not None and self.held.version >= version
+        return self._gate_open and self.acknowledgement is not None and self.acknowledgement.version >= version
 
-    async def _staged(self, puller: Puller, version: PolicyVersion, before: Pulled | None = None) -> Pulled:
+    async def _pull_and_stage(self, puller: Puller, version: PolicyVersion, before: Pulled | None = None) -> Pulled:
         """Pull and stage the newest weights. Returns `before`, which is already staged, if there are no newer weights.
 
         A failure of the relay is raised with this replica's name, because a replica can be replaced.
@@ -244,7 +244,7 @@ class ReplicaWeights:
             return None
         difference = manifest.probe.difference(await self._engine.score(manifest.probe.token_ids))
         if not difference <= self._tolerance:
-            before = self.held
+            before = self.acknowledgement
             raise WeightsMismatch(
                 self.name,
                 f"verifying version {manifest.version}",

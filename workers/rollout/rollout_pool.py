@@ -50,10 +50,10 @@ class SessionPool(Pool[SessionWorker]):
     def _send(self, worker: Remote[SessionWorker], requests: list[Assignment]) -> Chunks:
         return worker.stream(SessionWorker.run_each, requests)
 
-    def _joined(self, member: PoolMember[SessionWorker]) -> None:
+    def _on_join(self, member: PoolMember[SessionWorker]) -> None:
         self.on_join(member)
 
-    def _left(self, member: PoolMember[SessionWorker]) -> None:
+    def _on_leave(self, member: PoolMember[SessionWorker]) -> None:
         self.on_end(member.name)
 
     async def _check(self, member: PoolMember[SessionWorker]) -> None:
@@ -143,7 +143,7 @@ class RolloutPool(Pool[RolloutWorker]):
 
     async def drain(self, source: str, to: str, policy: str = POLICY) -> int:
         """See `Rollouts.drain`; only what one of several policies samples is moved."""
-        giver, taker = self._called(source), self._called(to)
+        giver, taker = self._find_member(source), self._find_member(to)
         if giver is None or taker is None or giver is taker or not (taker.is_live and giver.is_live):
             return 0
         calls = [_sessions(member).call(SessionWorker.move, policy, source, to) for member in self._players._live()]
@@ -169,16 +169,16 @@ class RolloutPool(Pool[RolloutWorker]):
     def _send(self, worker: Remote[RolloutWorker], requests: list[Assignment]) -> Chunks:
         return worker.at(SessionWorker, "sessions").stream(SessionWorker.run_each, requests)
 
-    def _joined(self, member: PoolMember[RolloutWorker]) -> None:
+    def _on_join(self, member: PoolMember[RolloutWorker]) -> None:
         self._meet_all()
 
-    def _left(self, member: PoolMember[RolloutWorker]) -> None:
+    def _on_leave(self, member: PoolMember[RolloutWorker]) -> None:
         self._stuck.discard(member.name)
         self._meet_all()
         if self._sessions is None:
             self._forget(member.name)
 
-    def _given_up(self, failure: RunAborted) -> None:
+    def _on_give_up(self, failure: RunAborted) -> None:
         for member in self._players.members:
             member.calls.fail(failure)
 
@@ -208,9 +208,9 @@ class RolloutPool(Pool[RolloutWorker]):
 
     def _meet(self, player: PoolMember[Any]) -> None:
         """Tell a session worker which replicas there are; until then, its groups wait."""
-        self._spawn(self._met(player))
+        self._spawn(self._send_handles(player))
 
-    async def _met(self, player: PoolMember[Any]) -> None:
+    async def _send_handles(self, player: PoolMember[Any]) -> None:
         handles = [_replica(member) for member in self._live()]
         with suppress(WorkerError):  # one that is gone needs none
             await _sessions(player).call(SessionWorker.meet, handles, sorted(self._stuck))
@@ -218,7 +218,7 @@ class RolloutPool(Pool[RolloutWorker]):
     def _forget(self, owner: str) -> None:
         """End what replicas do for a session worker that is gone."""
         for member in self._live():
-            self._spawn(_forgotten(member, owner))
+            self._spawn(_forget_owner(member, owner))
 
 
 class PinnedRolloutPool(RolloutPool):
@@ -243,7 +243,7 @@ def _sessions(member: PoolMember[Any]) -> Remote[SessionWorker]:
     return worker.at(SessionWorker, "sessions") if worker.kind is RolloutWorker else worker
 
 
-async def _forgotten(member: PoolMember[RolloutWorker], owner: str) -> None:
+async def _forget_owner(member: PoolMember[RolloutWorker], owner: str) -> None:
     with suppress(WorkerError):  # a replica that is gone has forgotten it
         await _replica(member).call(ReplicaWorker.forget, owner)
 

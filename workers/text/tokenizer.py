@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from rlsys.agents.session_record import messages_of
-from rlsys.agents.tool_calls import OPEN, described, written_out
+from rlsys.agents.tool_calls import OPEN, describe_tools, with_calls_as_text
 from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
 from rlsys.errors import DataError, ModelError
 from rlsys.types import NO_OPTIONS, ChatOptions, Json, Message, Prompt, Task
@@ -84,7 +84,7 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return self.template is not None
 
-    def opened(self, task: Task) -> tuple[int, ...]:
+    def encode_task(self, task: Task) -> tuple[int, ...]:
         """Token ids of a task's prompt as a single turn sends it: a text is a user's message if there is a template."""
         if isinstance(task.prompt, str) and not self.has_chat_template:
             return self.encode(task.prompt)
@@ -228,7 +228,7 @@ class ChatTemplate:
         If the last message is the assistant's, the text ends where that message does; `opens_turn=True` opens another
         turn after it. Raises `DataError` if there is no template or if it refuses the conversation.
         """
-        fitted: Sequence[Message] = [written_out(message).copy() for message in messages]
+        fitted: Sequence[Message] = [with_calls_as_text(message).copy() for message in messages]
         for message in fitted:
             message["content"] = self.literal(message["content"])
         tools = [json.loads(self.literal(json.dumps(dict(tool), ensure_ascii=False))) for tool in options.tools]
@@ -238,10 +238,10 @@ class ChatTemplate:
         if system and messages[0]["role"] != "system":
             fitted = self._with_system(fitted, system)
         if tools and not self._offers_tools:
-            fitted, tools = self._with_system(fitted, described(tools)), []
+            fitted, tools = self._with_system(fitted, describe_tools(tools)), []
         if opens_turn is None:
             opens_turn = fitted[-1]["role"] != "assistant"
-        text = self._rendered(fitted, tools, options.template_kwargs, opens_turn=opens_turn)
+        text = self._render_chat(fitted, tools, options.template_kwargs, opens_turn=opens_turn)
         return text if opens_turn else self._cut_after(text, fitted[-1]["content"])
 
     def _cut_after(self, text: str, reply: str) -> str:
@@ -268,7 +268,7 @@ class ChatTemplate:
     def end_of_turn(self) -> int | None:
         """The special token that the template writes after an assistant's message; None if it writes none."""
         try:
-            text = self._rendered([_USER, Message(role="assistant", content=_MARK)], opens_turn=False)
+            text = self._render_chat([_USER, Message(role="assistant", content=_MARK)], opens_turn=False)
         except DataError:
             return None
         end = self._special.match(text.rpartition(_MARK)[2].lstrip())
@@ -278,7 +278,7 @@ class ChatTemplate:
     @cached_property
     def _offers_tools(self) -> bool:
         try:
-            text = self._rendered([_USER], [_TOOL])
+            text = self._render_chat([_USER], [_TOOL])
         except DataError:
             return False
         return _MARK in text and OPEN in text and '"arguments"' in text
@@ -290,7 +290,7 @@ class ChatTemplate:
 
     def _shows(self, *messages: Message) -> bool:
         try:
-            return _MARK in self._rendered(messages)
+            return _MARK in self._render_chat(messages)
         except DataError:
             return False
 
@@ -298,7 +298,7 @@ class ChatTemplate:
     def _whose(self) -> str:
         return f"the model {self._tokenizer.name_or_path!r}"
 
-    def _rendered(
+    def _render_chat(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Json]] = (),
@@ -307,10 +307,12 @@ class ChatTemplate:
         opens_turn: bool = True,
     ) -> str:
         options = ChatOptions(tuple(tools), {**self._kwargs, **template_kwargs})
-        return rendered(self._tokenizer, messages, self.text, whose=self._whose, opens_turn=opens_turn, options=options)
+        return render_template(
+            self._tokenizer, messages, self.text, whose=self._whose, opens_turn=opens_turn, options=options
+        )
 
 
-def rendered(
+def render_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     template: str | None,

@@ -26,7 +26,7 @@ from rlsys.weight_sync.manifest import Probe, Rectangle, shares
 from workers.model.adapter_files import Adapter, write_adapter
 from workers.model.decoder_layers import pair_cost
 from workers.model.logprobs import Scorer
-from workers.model.lora import merge, peft_config, published, without_adapter
+from workers.model.lora import merge, peft_config, published_tensors, without_adapter
 from workers.model.model_loading import CPU, load_model, load_tokenizer, outline
 from workers.model.model_tensors import owned_part
 from workers.model.routers import RoutingReplay
@@ -36,7 +36,7 @@ from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
 from workers.train.sharded import Sharded
-from workers.train.step_data import Part, RankStep, mismatched
+from workers.train.step_data import Part, RankStep, mismatched_column
 from workers.train.token_columns import TokenColumns
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class FsdpBackend(Sharded):
         def lay_out(model: PreTrainedModel) -> None:
             self._replay = RoutingReplay(model, device) if replays_routing else None
             self._scorer = PolicyScorer(model, layout.context)
-            with adapter.taken_out(model) if adapter else nullcontext():
+            with adapter.temporary_layers(model) if adapter else nullcontext():
                 layout.apply(self._scorer)
 
         self._model_path, self._lora = model_path, lora
@@ -157,8 +157,8 @@ class FsdpBackend(Sharded):
             "optim/lr": self.lr(plan.staleness),
             "batch/skipped_frac": plan.num_skipped / (plan.num_tokens + plan.num_skipped),
         }
-        metrics |= {**means, **totals.reduced(self._ranks, plan.num_tokens), **mismatch.reduced(self._ranks)}
-        metrics |= self._replay.reduced(self._ranks.sum_over_ranks) if self._replay else {}
+        metrics |= {**means, **totals.reduce_over(self._ranks, plan.num_tokens), **mismatch.reduce_over(self._ranks)}
+        metrics |= self._replay.reduce_over(self._ranks.sum_over_ranks) if self._replay else {}
         self.end_step()
         return metrics
 
@@ -174,14 +174,14 @@ class FsdpBackend(Sharded):
         logprobs = torch.no_grad()(lambda batch: self._scorer(batch, distribution)[0])
         with without_adapter(self._model):
             if signal is Signal.REFERENCE_MISMATCHED:
-                column = [mismatched(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches]
+                column = [mismatched_column(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches]
             else:
                 batches = (replace(data.micro_batch(m), routing_RW=None) for m in plan.micro_batches)
                 column = [logprobs(batch.to(self._device)) for batch in batches]
         self.reshard()
         return [logprobs_N.cpu().numpy() for logprobs_N in column]
 
-    def owned(self) -> dict[str, tuple[Rectangle, Tensor]]:
+    def owned_tensors(self) -> dict[str, tuple[Rectangle, Tensor]]:
         """Live part of every published tensor on this rank, with its rectangle of the whole: all weights and persistent
         buffers by Hugging Face name, without tied duplicates, or the adapter by the names of `peft`. Not collective.
 
@@ -189,22 +189,22 @@ class FsdpBackend(Sharded):
         """
         return {
             name: owned_part(name, str(_dtype_of(tensor, self.dtype)).removeprefix("torch."), tensor.detach())
-            for name, tensor in published(self._model).items()
+            for name, tensor in published_tensors(self._model).items()
         }
 
     def published_rectangles(self) -> list[Rectangle]:
         """Rectangles that this rank publishes of its tensors: each element is published by one rank. Collective."""
-        owned = [rectangle for rectangle, _ in self.owned().values()]
+        owned = [rectangle for rectangle, _ in self.owned_tensors().values()]
         return shares(self._ranks.all_objects(owned))[self._ranks.rank]
 
     def full_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A copy of the whole published tensors on the host, with the names of `owned`, for rank 0. Weights are in
-        `dtype`, buffers in their own.
+        """A copy of the whole published tensors on the host, with the names of `owned_tensors`, for rank 0. Weights are
+        in `dtype`, buffers in their own.
 
         Other ranks take part and get an empty dict.
         """
         weights: dict[str, Tensor] = {}
-        for name, live in published(self._model).items():
+        for name, live in published_tensors(self._model).items():
             tensor = live.detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._ranks.rank == 0:
@@ -239,7 +239,7 @@ class FsdpBackend(Sharded):
         weights = self.full_weights(torch.float32 if self._lora else self.dtype)
         if self._ranks.rank == 0:
             if self._lora:
-                base = published(load_model(self._model_path, torch.float32))
+                base = published_tensors(load_model(self._model_path, torch.float32))
                 merge(base, weights, self._lora)
                 weights = {name: live.detach().to(_dtype_of(live, self.dtype)) for name, live in base.items()}
             folder.mkdir(parents=True, exist_ok=True)

@@ -49,10 +49,10 @@ def learning_rate(step: int, settings: OptimizerSettings, staleness: float = 0.0
     arXiv:1511.05950, divide by s). It depends only on the step and its samples, so a resumed run needs no
     scheduler state.
     """
-    return _scheduled(step, settings) / (1 + staleness) ** STALENESS_POWERS[settings.lr_staleness]
+    return _scheduled_lr(step, settings) / (1 + staleness) ** STALENESS_POWERS[settings.lr_staleness]
 
 
-def _scheduled(step: int, settings: OptimizerSettings) -> float:
+def _scheduled_lr(step: int, settings: OptimizerSettings) -> float:
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     decay_steps = max(1, settings.total_steps - settings.warmup_steps)

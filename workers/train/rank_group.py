@@ -52,7 +52,7 @@ class RankGroup:
             )
             self.aside = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
-    def arranged(self, mesh: MeshSection) -> RankGroup:
+    def with_mesh(self, mesh: MeshSection) -> RankGroup:
         """Return the same ranks in another mesh of as many; by default all are on `shard`."""
         assert mesh.num_ranks == self.num_ranks, f"{mesh} needs {mesh.num_ranks} ranks, not {self.num_ranks}"
         arranged = copy(self)

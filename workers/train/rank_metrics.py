@@ -24,7 +24,7 @@ PERCENTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
 
 
 class StepMetrics:
-    """Sums over the micro-batches of one rank, on the device; nothing waits for them until `reduced`."""
+    """Sums over the micro-batches of one rank, on the device; nothing waits for them until `reduce_over`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -35,7 +35,7 @@ class StepMetrics:
             value = value_N.sum() * weight
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def reduced(self, ranks: RankGroup, num_tokens: int) -> dict[str, float]:
+    def reduce_over(self, ranks: RankGroup, num_tokens: int) -> dict[str, float]:
         """Means over the step's tokens (`num_tokens` on all ranks together); equal on all ranks."""
         if not self._sums:
             return {}
@@ -74,7 +74,7 @@ class Mismatch:
         flat_N = bucket_N * self._counts_BK.shape[1] + bin_N
         self._counts_BK.view(-1).index_add_(0, flat_N, torch.ones_like(x_N))
 
-    def reduced(self, ranks: RankGroup) -> dict[str, float]:
+    def reduce_over(self, ranks: RankGroup) -> dict[str, float]:
         """`sampler/*` over all ranks: for all tokens, and for each non-empty bucket."""
         sums_B5, counts_BK = ranks.sum(self._sums_B5), ranks.sum(self._counts_BK)
         max_B2 = ranks.max(self._max_B2)

@@ -115,7 +115,7 @@ class Rank:
     def train_step(self, plan: RankPlan, signals: Sequence[Signal], *columns: StepColumn) -> TrainStats:
         """Train one step on the fetched data; `columns` are this rank's columns of `signals`."""
         start_s = time.monotonic()
-        metrics = self._train(plan, self.taken(signals, columns))
+        metrics = self._train(plan, self.take_data(signals, columns))
         return TrainStats(metrics, time.monotonic() - start_s)
 
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
@@ -146,14 +146,14 @@ class Rank:
         return self._stabilizer.synchronous_steps_left if self._stabilizer else 0
 
     @property
-    def fetched(self) -> StepData:
+    def fetched_data(self) -> StepData:
         """The data of the current step."""
         assert self._fetched is not None, "fetch comes first"
         return self._fetched
 
-    def taken(self, signals: Sequence[Signal], columns: Sequence[StepColumn]) -> StepData:
+    def take_data(self, signals: Sequence[Signal], columns: Sequence[StepColumn]) -> StepData:
         """Return the data with the columns of the step, and drop it from this rank."""
-        data, self._fetched = self.fetched, None
+        data, self._fetched = self.fetched_data, None
         return data.with_columns(dict(zip(signals, columns, strict=True)))
 
 
@@ -191,7 +191,7 @@ class ActorRank(Rank):
         check_skipped(spec.algorithm)
         self._rank, self._spec, self._publisher = rank, spec, WeightPublisher(route)
         device = spec.resources.claim()
-        ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
+        ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).with_mesh(spec.mesh)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
             savings=spec.savings, lora=spec.lora, replays_routing=spec.replays_routing,
@@ -209,7 +209,7 @@ class ActorRank(Rank):
     @remote("scoring a step without the adapter")
     def reference(self, plan: RankPlan, signal: Signal) -> tuple[int, StepColumn]:
         """A receipt, and the column `signal` of the fetched step under the frozen base of the adapter."""
-        column = self._policy.reference(plan, self.fetched, signal, self._spec.distribution)
+        column = self._policy.reference(plan, self.fetched_data, signal, self._spec.distribution)
         return len(column), column
 
     @remote("telling what attention costs")
@@ -228,7 +228,7 @@ class ActorRank(Rank):
         policy, spec, waited_s = self._policy, self._spec, self._publisher.take_waited_s()
         num_bytes = self._publisher.publish(
             version,
-            policy.owned(),
+            policy.owned_tensors(),
             self._rectangles,
             rank=self._rank,
             num_ranks=spec.mesh.num_ranks,
@@ -290,7 +290,7 @@ class CriticRank(Rank):
         if spec.model_path != policy_path:
             check_vocabulary(spec.model_path, policy_path)
         device = spec.resources.claim()
-        ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).arranged(spec.mesh)
+        ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).with_mesh(spec.mesh)
         self._backend = self._critic = CriticBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device,
             savings=spec.savings, lora=spec.lora,
@@ -299,7 +299,7 @@ class CriticRank(Rank):
     @remote("valuing a step")
     def values(self, plan: RankPlan) -> tuple[int, StepColumn]:
         """A receipt, and the values of the fetched step."""
-        column = self._critic.values(plan, self.fetched)
+        column = self._critic.values(plan, self.fetched_data)
         return len(column), column
 
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:

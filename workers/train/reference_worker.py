@@ -52,7 +52,7 @@ class ReferenceWorker:
     def annotate_step(self, parcel: StepParcel, plans: Sequence[RankPlan]) -> tuple[int, *tuple[StepColumn, ...]]:
         """A receipt, and `Signal.REFERENCE_MISMATCHED` of each rank. Raises `PayloadLost`."""
         data = parcel.open()
-        return len(plans), *(self.mismatched(plan, data) for plan in plans)
+        return len(plans), *(self.mismatched_logprobs(plan, data) for plan in plans)
 
     def logprobs(self, payload: tuple[Episode, ...]) -> list[FloatArray]:
         """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
@@ -68,13 +68,13 @@ class ReferenceWorker:
             for (e, t, _), sample in samples
         ]
 
-    def mismatched(self, plan: RankPlan, data: StepData) -> StepColumn:
+    def mismatched_logprobs(self, plan: RankPlan, data: StepData) -> StepColumn:
         """`Signal.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""
         import torch
 
         from workers.model.logprobs import trained_logprobs
-        from workers.train.step_data import mismatched
+        from workers.train.step_data import mismatched_column
 
         logprobs = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._distribution)[0])
-        columns = (mismatched(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches)
+        columns = (mismatched_column(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches)
         return [column_N.cpu().numpy() for column_N in columns]

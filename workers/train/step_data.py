@@ -50,7 +50,7 @@ class RankStep:
     version: PolicyVersion
     device: torch.device
 
-    def shaped(self, score: Score | None = None) -> Iterator[Iterator[Part]]:
+    def update_parts(self, score: Score | None = None) -> Iterator[Iterator[Part]]:
         """The micro-batches of each update with token advantages, each built when the iterator reaches it.
 
         With `score`, that of the policy, also its columns, and proximal logprobs if an earlier update changes the
@@ -63,8 +63,8 @@ class RankStep:
             place += len(update)
 
     def whole(self, score: Score, ranks: RankGroup) -> Iterable[Iterable[Part]]:
-        """As `shaped`, for the policy, with whitening and step statistics. Stays lazy if neither is needed."""
-        shaped, algorithm = self.shaped(score), self.algorithm
+        """As `update_parts`, for the policy, with whitening and step statistics. Stays lazy if neither is needed."""
+        shaped, algorithm = self.update_parts(score), self.algorithm
         if not (algorithm.has_step_statistics or self._is_scored_ahead or algorithm.whitens):
             return shaped
         updates = [list(update) for update in shaped]
@@ -72,7 +72,7 @@ class RankStep:
         if algorithm.whitens:
             whiten(parts, ranks)
         if algorithm.has_step_statistics:
-            facts = algorithm.step_statistics(joined(parts), ranks)
+            facts = algorithm.step_statistics(join_parts(parts), ranks)
             for part in parts:
                 part.inputs = replace(part.inputs, facts=facts)
         return updates
@@ -90,7 +90,7 @@ class RankStep:
         batch = self.data.micro_batch(plan, place).to(self.device)
         inputs = batch.loss_inputs(self.version, torch.full_like(batch.behavior_logprobs_N, torch.nan))
         if score and Signal.POLICY_MISMATCHED in self.algorithm.signals:
-            mismatched_N = mismatched(self.data, plan, self.plan.partners, score, self.device)
+            mismatched_N = mismatched_column(self.data, plan, self.plan.partners, score, self.device)
             inputs = replace(inputs, columns_N={**inputs.columns_N, Signal.POLICY_MISMATCHED: mismatched_N})
         shaped = self.algorithm.token_advantages(inputs)
         inputs = replace(inputs, advantages_N=shaped.advantages_N, returns_N=shaped.returns_N)
@@ -100,14 +100,14 @@ class RankStep:
         return Part(batch, plan.weight, inputs, is_scored, plan.samples)
 
 
-def mismatched(
+def mismatched_column(
     data: StepData, plan: MicroBatchPlan, partners: Sequence[int | None], score: Score, device: torch.device
 ) -> Tensor:
     """A `*_MISMATCHED` column of a micro-batch: the `score` of each trained token after another task's prompt.
 
     Zeros if the step has no other prompt, for reference and policy alike: then no pair differs.
     """
-    pairs = data.mismatched(plan, partners)
+    pairs = data.mismatched_batch(plan, partners)
     return torch.zeros(data.num_trained(plan), device=device) if pairs is None else score(pairs.to(device))
 
 
@@ -136,7 +136,7 @@ def check_skipped(algorithm: Algorithm) -> None:
         )
 
 
-def joined(parts: Sequence[Part]) -> LossInputs:
+def join_parts(parts: Sequence[Part]) -> LossInputs:
     """Concatenate the samples of all micro-batches, in order, without fillers; empty if all are fillers."""
     first = parts[0].inputs
 
@@ -154,7 +154,7 @@ def whiten(parts: Sequence[Part], ranks: RankGroup) -> None:
 
     Sums over trained tokens are in fp64, so that the split into micro-batches, updates and ranks changes nothing.
     """
-    own_N = joined(parts).advantages_N.double()
+    own_N = join_parts(parts).advantages_N.double()
     moments = torch.stack([torch.ones_like(own_N).sum(), own_N.sum(), own_N.square().sum()])
     num, total, squares = ranks.sum(moments).unbind()
     mean = total / num

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlsys.algorithm import LossInputs
 from rlsys.batch.packing import SampleRef
-from rlsys.batch.samples import placed
+from rlsys.batch.samples import place_turns
 from rlsys.number_arrays import BoolArray, FloatArray
 from rlsys.replay.rollout_log import EpisodeReading, RolloutRecord, TokenStats
 from rlsys.types import Trajectory
@@ -109,7 +109,7 @@ class Reader:
     def _turns(self, place: tuple[int, int, int], trajectory: Trajectory, *, is_shown: bool) -> Iterator[TokenStats]:
         num_before: Counter[int] = Counter()
         """Trained tokens of each sample in earlier turns."""
-        for one in placed(trajectory):
+        for one in place_turns(trajectory):
             turn, found = one.turn, self._samples.get((*place, one.sample))
             made = TokenStats()
             if found and turn.output_ids:

@@ -93,13 +93,13 @@ class RecorderHandle:
         tries again."""
         if self._worker is None:
             with suppress(RlsysError):
-                self._worker = await self._started()
+                self._worker = await self._start_recorder()
 
     async def write(self, *args: Any) -> None:  # noqa: ANN401
         """Call `Recorder.write`, after those that came before."""
         async with self._writing:
             if self._worker is None:
-                self._worker = await self._started()
+                self._worker = await self._start_recorder()
             worker = self._worker
             try:
                 await unless(worker.call(Recorder.write, *args), worker.watch_process(self._silence_s))
@@ -113,7 +113,7 @@ class RecorderHandle:
         bare = [replace(own, group=group) for own, group in zip(evaluated, _bare(groups), strict=True)]
         await self.write(path, version, bare, (), _payloads(groups))
 
-    async def _started(self) -> Remote[Recorder]:
+    async def _start_recorder(self) -> Remote[Recorder]:
         worker = self._start(self._num_before)
         try:
             await worker.setup(silence_s=self._silence_s)
@@ -255,10 +255,10 @@ class SavedRanks:
     ranks: RanksHandle[Any]
     folder: Path
 
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         await self.ranks.copy_state(self.folder)
 
-    async def written(self) -> Files:
+    async def write_copy(self) -> Files:
         return await self.ranks.write_state()
 
 
@@ -328,10 +328,10 @@ class RecordedStep:
     trained: Sequence[TrainedGroup]
     _columns: Sequence[Any] = ()
 
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         self._columns = await self.actor.step_columns()
 
-    async def written(self) -> None:
+    async def write_copy(self) -> None:
         groups = [own.group for own in self.trained]
         signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
         payloads = [(g.group_id, g.payload) for g in groups]

@@ -53,9 +53,9 @@ class ValueModel(nn.Module):
         """`values_N` of the states before the trained tokens, in fp32."""
         context, mb = self._context, micro_batch
         if context is not None:
-            mb = context.padded(mb)
+            mb = context.pad_row(mb)
         own_M = self.head(hidden_states(self.base, mb, context).float()).sum(-1)  # of one element; FSDP allows no view
-        return own_M if context is None else context.joined(own_M, mb)
+        return own_M if context is None else context.gather_tokens(own_M, mb)
 
 
 def load_value_model(path: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> ValueModel:
@@ -100,7 +100,7 @@ class CriticBackend(Sharded):
 
         def lay_out(base: PreTrainedModel) -> None:
             self._model = ValueModel(base, layout.context)
-            with adapter.taken_out(base) if adapter else nullcontext():
+            with adapter.temporary_layers(base) if adapter else nullcontext():
                 layout.apply(self._model, in_float32=[self._model.head])
 
         base = load_base_model(
@@ -138,13 +138,13 @@ class CriticBackend(Sharded):
                 fit.add(returns_N, part.inputs.columns_N[Signal.VALUES])
             return share.detach()
 
-        means = self.train(step, step.shaped(), accumulate, what="the critic's ")
+        means = self.train(step, step.update_parts(), accumulate, what="the critic's ")
         metrics = {
             "critic/loss": means["loss"],
             "critic/grad_norm": means["grad_norm"],
             "critic/lr": self.lr(plan.staleness),
         }
-        metrics |= {**totals.reduced(self._ranks, plan.num_tokens), **fit.reduced(self._ranks)}
+        metrics |= {**totals.reduce_over(self._ranks, plan.num_tokens), **fit.reduce_over(self._ranks)}
         self.end_step()
         return metrics
 
@@ -168,7 +168,7 @@ class Fit:
         terms = (torch.ones_like(returns_N), values_N, returns_N, returns_N.square(), errors_N, errors_N.square())
         self._sums_6 += torch.stack(terms).sum(1)
 
-    def reduced(self, ranks: RankGroup) -> dict[str, float]:
+    def reduce_over(self, ranks: RankGroup) -> dict[str, float]:
         """`critic/explained_variance` and `critic/value_mean` over all ranks."""
         num, value, ret, ret_square, error, error_square = ranks.sum(self._sums_6).tolist()
         variance = ret_square / num - (ret / num) ** 2

@@ -12,7 +12,16 @@ import numpy as np
 import xxhash
 
 from rlsys.errors import WeightsMismatch
-from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, Manifest, Rectangle, TensorSpec, VersionPart, pack, padded
+from rlsys.weight_sync.manifest import (
+    BUCKET_BYTES,
+    Bucket,
+    Manifest,
+    Rectangle,
+    TensorSpec,
+    VersionPart,
+    pack,
+    padded_size,
+)
 from workers.transport.checksums import checksum, spec_of
 
 if TYPE_CHECKING:
@@ -24,7 +33,7 @@ class PartLayout:
 
     def __init__(self, rectangles: Iterable[Rectangle], bucket_bytes: int = BUCKET_BYTES) -> None:
         self._buckets = pack((rectangle for rectangle in rectangles if rectangle.num_bytes), bucket_bytes)
-        sizes = [sum(padded(piece.num_bytes) for piece in pieces) for pieces in self._buckets]
+        sizes = [sum(padded_size(piece.num_bytes) for piece in pieces) for pieces in self._buckets]
         self.bounds = [0, *accumulate(sizes)]
         """Begin of every bucket, and the end of the last."""
 
@@ -133,4 +142,4 @@ def _views(pieces: Iterable[Rectangle], data: np.ndarray) -> Iterator[tuple[Rect
     for piece in pieces:
         view = flat[offset : offset + piece.num_bytes].view(getattr(torch, piece.tensor.dtype))
         yield piece, view.reshape(piece.shape)
-        offset += padded(piece.num_bytes)
+        offset += padded_size(piece.num_bytes)

@@ -22,7 +22,7 @@ CROWDED = 0.5
 
 
 def delta_of(old: np.ndarray, new: np.ndarray) -> np.ndarray | None:
-    """Return the difference of two buckets for `patched`; None if it is not worthwhile.
+    """Return the difference of two buckets for `apply_delta`; None if it is not worthwhile.
 
     Both are bytes, equally many, and a multiple of `ALIGNMENT`.
     """
@@ -33,7 +33,7 @@ def delta_of(old: np.ndarray, new: np.ndarray) -> np.ndarray | None:
     positions: list[np.ndarray] = []
     for start in range(0, len(new_words), BLOCK):
         newer = new_words[start : start + BLOCK]
-        changed = _changed(old_words[start : start + BLOCK], newer)
+        changed = _changed_positions(old_words[start : start + BLOCK], newer)
         num_left -= len(changed)
         if num_left < 0:
             return None
@@ -44,7 +44,7 @@ def delta_of(old: np.ndarray, new: np.ndarray) -> np.ndarray | None:
     return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-def patched(old: np.ndarray, delta: np.ndarray) -> np.ndarray:
+def apply_delta(old: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """Return the newer bucket, of the older and `delta_of` both. Of a damaged delta, returns other bytes, or none."""
     num_blocks = -(-len(old) // (2 * BLOCK))
     if len(delta) < 4 * num_blocks:
@@ -68,7 +68,7 @@ def patched(old: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return new
 
 
-def _changed(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+def _changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Return the positions of words that differ. Looks first for groups of 8 words with a change."""
     is_changed = old != new
     groups = is_changed.view(np.uint64)

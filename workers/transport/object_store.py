@@ -47,7 +47,7 @@ class ObjectStoreTransport:
             )
             raise WorkerError(ray.get_runtime_context().get_node_id()[:8], "storing weights", detail) from error
 
-    def held(self, ref: Ref) -> Ref:
+    def keep_bytes(self, ref: Ref) -> Ref:
         return ref
 
     async def fetch(self, ref: Ref, source: str, phase: str) -> np.ndarray:

@@ -190,7 +190,7 @@ class WeightPublisher:
 
     async def _evict(self) -> None:
         """Evict all but the newest `NUM_STORED` versions and the pinned one; none if no relay reports its pin."""
-        answers = await asyncio.gather(*(relay.held() for relay in self._chain()), return_exceptions=True)
+        answers = await asyncio.gather(*(relay.holding() for relay in self._chain()), return_exceptions=True)
         holdings = [answer for answer in answers if isinstance(answer, Holding)]
         self._pinned = max((h.pinned for h in holdings if h.pinned is not None), default=self._pinned)
         measured = [holding.link for holding in holdings if holding.link.is_measured]

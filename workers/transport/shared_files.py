@@ -80,7 +80,7 @@ class SharedMemoryTransport:
         if free:
             free[0].path = free[0].path.rename(path)  # a late reader does not take it for the old version
             return free[0].data
-        self._own.append(own := self._created(path, version, num_bytes))
+        self._own.append(own := self._create_file(path, version, num_bytes))
         if pin and num_bytes:
             import torch
 
@@ -92,25 +92,25 @@ class SharedMemoryTransport:
     def share(self, memory: np.ndarray, start: int, end: int) -> Ref:
         (own,) = (own for own in self._own if own.data is memory)
         fcntl.flock(own.descriptor, fcntl.LOCK_SH)
-        return self.held(SharedBytes(str(own.path), start, end))
+        return self.keep_bytes(SharedBytes(str(own.path), start, end))
 
     def put(self, data: np.ndarray) -> Ref:
         memory = self.memory(0, len(data), pin=False)
         memory[:] = data
         return self.share(memory, 0, len(data))
 
-    def held(self, ref: Ref) -> Ref:
+    def keep_bytes(self, ref: Ref) -> Ref:
         assert isinstance(ref, SharedBytes)
-        return replace(ref, lock=self._locked(ref.path, "shared memory", "keeping weights"))
+        return replace(ref, lock=self._map_locked(ref.path, "shared memory", "keeping weights"))
 
     async def fetch(self, ref: Ref, source: str, phase: str) -> np.ndarray:
         assert isinstance(ref, SharedBytes)
-        whole = np.frombuffer(self._locked(ref.path, source, phase), np.uint8)
+        whole = np.frombuffer(self._map_locked(ref.path, source, phase), np.uint8)
         if ref.end > len(whole):
             raise WorkerDied(source, phase, f"{ref.path} is shorter than the {ref.end} bytes that were published")
         return whole[ref.start : ref.end]
 
-    def _locked(self, path: str, source: str, phase: str) -> mmap.mmap:
+    def _map_locked(self, path: str, source: str, phase: str) -> mmap.mmap:
         """Map a file that is not written any more, with a lock that lasts as long as the mapping."""
         mapped = self._mapped.get(path)
         if mapped is None:
@@ -132,7 +132,7 @@ class SharedMemoryTransport:
         mark = os.environ.get(MARK, "cluster")  # by which the keeper of a local cluster finds the files too
         return self._folder / f"{WEIGHTS}{mark}-{self._run}-{os.getpid()}-{next(self._numbers)}-v{version}"
 
-    def _created(self, path: Path, version: PolicyVersion, num_bytes: int) -> _Own:
+    def _create_file(self, path: Path, version: PolicyVersion, num_bytes: int) -> _Own:
         for orphan in _orphans(self._folder):
             orphan.unlink(missing_ok=True)
         unnamed = path.with_name(f".{path.name}")  # `_orphans` does not see it before it is owned

@@ -41,7 +41,7 @@ class WeightTransport(Protocol):
     def put(self, data: np.ndarray) -> Ref:
         """Return a reference to a copy of `data`. Raises `WorkerError` if there is no room."""
 
-    def held(self, ref: Ref) -> Ref:
+    def keep_bytes(self, ref: Ref) -> Ref:
         """Return a reference whose bytes stay as long as this process keeps it.
 
         Raises `WorkerDied` if they are gone.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlsys.agents.environment import Environment, Step, needs, told
+from rlsys.agents.environment import Environment, Step, join_observation, needs
 from rlsys.agents.tools import in_thread
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task
@@ -43,19 +43,19 @@ class Gymnasium(Environment):
 
     async def reset(self, task: Task, seed: int) -> Prompt:
         observation, _ = await in_thread(self.world.reset, {"seed": seed % 2**32})
-        return told(task.prompt, await self._written(observation))
+        return join_observation(task.prompt, await self._observation_text(observation))
 
     async def step(self, reply: str) -> Step:
         action = reply if self._takes_text else self._action_in(reply)
         if action is None:
             return Step(f"No action is named in your reply. The actions are {', '.join(self._actions)}.")
         observation, reward, is_done, is_truncated, _ = await in_thread(self.world.step, {"action": action})
-        return Step(await self._written(observation), float(reward), bool(is_done), bool(is_truncated))
+        return Step(await self._observation_text(observation), float(reward), bool(is_done), bool(is_truncated))
 
     async def close(self) -> None:
         await in_thread(self.world.close, {})
 
-    async def _written(self, observation: object) -> str:
+    async def _observation_text(self, observation: object) -> str:
         if self.world.render_mode == "ansi":
             return str(await in_thread(self.world.render, {})).strip("\n")
         return str(observation)

@@ -102,7 +102,7 @@ async def mcp_toolbox(
                     opened = http.create_mcp_http_client(headers={"Authorization": f"Bearer {api_key}"})
                     where = http.streamable_http_client(server, http_client=await stack.enter_async_context(opened))
                 client = await stack.enter_async_context(mcp.Client(where, cache=None))
-                offered = await _offered(client)
+                offered = await _list_tools(client)
         except Exception as error:
             cause = first_of(error) if isinstance(error, BaseExceptionGroup) else error
             raise ToolError(f"the MCP server {server!r} does not answer: {type(cause).__name__}: {cause}") from error
@@ -119,7 +119,7 @@ def _is_url(server: str) -> bool:
     return server.startswith(("http://", "https://"))
 
 
-async def _offered(client: Any) -> list[Any]:  # noqa: ANN401  (classes of the package)
+async def _list_tools(client: Any) -> list[Any]:  # noqa: ANN401  (classes of the package)
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlsys.agents.environment import Environment, Step, credential, needs, told
+from rlsys.agents.environment import Environment, Step, credential, join_observation, needs
 from rlsys.agents.tool_calls import STRICT_JSON
 from rlsys.errors import ConfigError, ToolError
 from rlsys.types import Json, Prompt, Task
@@ -61,19 +61,19 @@ class OpenEnv(Environment):
             )
         except (OSError, self._errors) as error:
             raise ToolError(f"cannot reach {self._url}: {error}") from error
-        data = await self._asked("reset", {"seed": seed % 2**31, **self._reset})
-        return told(task.prompt, _written(data))
+        data = await self._request_data("reset", {"seed": seed % 2**31, **self._reset})
+        return join_observation(task.prompt, _observation_text(data))
 
     async def step(self, reply: str) -> Step:
         action = {self._action: reply} if self._action else _object_in(reply)
         if action is None:
             return Step("Your reply is not an action: give one JSON object, and nothing else.")
         try:
-            data = await self._asked("step", action)
+            data = await self._request_data("step", action)
         except _Refused as error:
             return Step(f"Your action is refused: {error}")
         reward = data.get("reward")
-        return Step(_written(data), None if reward is None else float(reward), bool(data.get("done", False)))
+        return Step(_observation_text(data), None if reward is None else float(reward), bool(data.get("done", False)))
 
     async def close(self) -> None:
         """End the session. A connection that is already lost is not an error."""
@@ -86,7 +86,7 @@ class OpenEnv(Environment):
         finally:
             await self._connection.close()
 
-    async def _asked(self, what: str, data: Mapping[str, Json]) -> dict[str, Any]:
+    async def _request_data(self, what: str, data: Mapping[str, Json]) -> dict[str, Any]:
         """Send a message, and return the data of the answer. Raises `ToolError` if there is none, `_Refused` for an
         invalid action."""
         try:
@@ -117,7 +117,7 @@ def _object_in(reply: str) -> dict[str, Json] | None:
     return value if isinstance(value, dict) else None
 
 
-def _written(data: Mapping[str, Any]) -> str:
+def _observation_text(data: Mapping[str, Any]) -> str:
     """Write an observation for the model: its only text field, or else its fields as JSON."""
     observation = data.get("observation", {})
     if not isinstance(observation, Mapping):

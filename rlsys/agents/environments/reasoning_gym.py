@@ -11,7 +11,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from rlsys.agents.environment import Environment, Step, needs, told
+from rlsys.agents.environment import Environment, Step, join_observation, needs
 from rlsys.agents.tools import in_thread
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task
@@ -36,7 +36,7 @@ class ReasoningGym(Environment):
 
     async def reset(self, task: Task, seed: int) -> Prompt:
         self._made = await in_thread(self._create, {"seed": seed % 2**32})
-        return told(task.prompt, self._made[0]["question"])
+        return join_observation(task.prompt, self._made[0]["question"])
 
     async def step(self, reply: str) -> Step:
         said = self._gym.utils.extract_answer(reply, tag_name=self._tag)

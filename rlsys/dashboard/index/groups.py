@@ -121,13 +121,13 @@ class Groups:
         """Process one of the events in `HEARS`."""
         match event:
             case GroupIssued():
-                self._issued(event, time_s)
+                self._on_issued(event, time_s)
             case GroupPlaced(group_id=group_id, worker=worker):
                 if facts := self.by_group_id.get(group_id):
                     facts.enter("is rolled out", time_s if facts.where != worker else facts.since_s)
                     facts.where = worker
             case GroupRolledOut():
-                self._rolled_out(event, time_s)
+                self._on_rolled_out(event, time_s)
             case GroupScored(group_id=group_id, task_id=task_id, rewards=rewards):
                 facts = self._of(group_id, task_id, time_s)
                 facts.rewards = RewardRange.of(rewards)
@@ -142,13 +142,13 @@ class Groups:
                 facts.enter("is lost", time_s)
                 facts.where, facts.reason, self.num_reissued = "", reason, self.num_reissued + 1
             case StepDone():
-                self._trained(event, time_s)
+                self._on_trained(event, time_s)
             case RunStarted(first_step=first) | RolledBack(restored=first):
                 self._back_to(first)
             case _:
                 pass
 
-    def _issued(self, event: GroupIssued, time_s: float) -> None:
+    def _on_issued(self, event: GroupIssued, time_s: float) -> None:
         facts = self.by_group_id.get(event.group_id)
         if facts is None or event.group_id in self.forgotten or facts.state not in PENDING:
             self.forgotten.discard(event.group_id)
@@ -159,14 +159,14 @@ class Groups:
             facts.enter("waits for a replica", time_s)
         facts.size = event.size
 
-    def _rolled_out(self, event: GroupRolledOut, time_s: float) -> None:
+    def _on_rolled_out(self, event: GroupRolledOut, time_s: float) -> None:
         facts = self._of(event.group_id, event.task_id, time_s)
         facts.where, facts.oldest, facts.num_truncated = event.worker, event.oldest, event.num_truncated
         facts.length_mean = sum(event.lengths) / len(event.lengths) if event.lengths else None
         facts.size = facts.size or len(event.lengths)
         facts.enter("waits for its reward", time_s)
 
-    def _trained(self, event: StepDone, time_s: float) -> None:
+    def _on_trained(self, event: StepDone, time_s: float) -> None:
         if not event.group_ids:
             return
         self.by_step[event.step] = event.group_ids

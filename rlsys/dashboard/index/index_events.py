@@ -50,7 +50,7 @@ class IndexedEvents:
         """Write the rows of an event."""
         match event:
             case GroupIssued():
-                self._issued(event, time_s)
+                self._on_issued(event, time_s)
             case GroupRolledOut(group_id=group_id, task_id=task, lengths=lengths):
                 self._group(
                     group_id,
@@ -102,7 +102,7 @@ class IndexedEvents:
             self._connection.execute(f"DELETE FROM {table}")
         self._connection.execute("DELETE FROM logs WHERE file = ?", (self._file,))
 
-    def _issued(self, event: GroupIssued, time_s: float) -> None:
+    def _on_issued(self, event: GroupIssued, time_s: float) -> None:
         found = self._connection.execute("SELECT state FROM groups WHERE group_id = ?", (event.group_id,)).fetchone()
         if found is None or found[0] in _DONE:
             self._connection.execute("DELETE FROM groups WHERE group_id = ?", (event.group_id,))

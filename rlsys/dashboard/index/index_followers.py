@@ -61,13 +61,13 @@ class IndexFollowers:
 
     def _follow(self) -> None:
         while True:
-            self._is_asked.wait(_POLL_S if self._wanted() else None)
+            self._is_asked.wait(_POLL_S if self._active_indexes() else None)
             self._is_asked.clear()
-            behind = self._wanted()
+            behind = self._active_indexes()
             while behind:  # in turn, so that a long run does not keep the others waiting
                 behind = [index for index in behind if not self._is_current(index)]
 
-    def _wanted(self) -> list[RunIndex]:
+    def _active_indexes(self) -> list[RunIndex]:
         now_s = time.monotonic()
         with self._lock:
             return [index for index, until_s in self._indexes.values() if until_s > now_s]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlsys.dashboard.index.folders import RunFolder
 from rlsys.dashboard.index.run_files import Tail
-from rlsys.dashboard.index.series import thinned
+from rlsys.dashboard.index.series import thin_indices
 from rlsys.dashboard.responses import MachineAnswer, MachineRow, TimeSeries
 from rlsys.monitoring.machine_metrics import OF_NODE, OF_WORKER
 from rlsys.monitoring.machine_samples import MACHINE, MachineSample, sample_of
@@ -115,7 +115,7 @@ def _earlier(path: Path | None) -> list[bytes]:
 
 
 def _series(name: str, times_s: array[float], values: array[float], points: int) -> TimeSeries:
-    metric, kept = metric_of(name), thinned(values, points)
+    metric, kept = metric_of(name), thin_indices(values, points)
     shown = [None if values[i] != values[i] else values[i] for i in kept]
     unit, meaning = (metric.unit, metric.help) if metric else ("", "")
     return TimeSeries(name, unit, meaning, [times_s[i] for i in kept], shown)

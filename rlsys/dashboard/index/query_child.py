@@ -37,7 +37,7 @@ def main() -> None:
     size = request["memory_mb"] * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
-        answer = answered(request)
+        answer = answer_request(request)
     except (sqlite3.Error, re.error, OverflowError) as error:
         answer = {"error": str(error)}
     except MemoryError:
@@ -45,7 +45,7 @@ def main() -> None:
     json.dump(answer, sys.stdout)
 
 
-def answered(request: dict[str, Any]) -> dict[str, Any]:
+def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """Set up, then run the query as somebody who may only read."""
     path = request["database"]
     place = f"{Path(path).as_uri()}?mode=ro" if path else ":memory:"
@@ -60,7 +60,7 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
             connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
     for limit, value in LIMITS.items():
         connection.setlimit(limit, value)
-    connection.set_authorizer(allowed)
+    connection.set_authorizer(authorize)
     return {"results": [result(connection, q, values, request["most_rows"]) for q, values in request["queries"]]}
 
 
@@ -73,7 +73,7 @@ def result(connection: sqlite3.Connection, sql: str, parameters: Sequence[object
     return {"columns": columns, "rows": plain, "is_cut": len(rows) > most_rows}
 
 
-def allowed(action: int, first: str | None, second: str | None, database: str | None, source: str | None) -> int:
+def authorize(action: int, first: str | None, second: str | None, database: str | None, source: str | None) -> int:
     """Allow selects, reads of our tables, and functions that compute."""
     if action == sqlite3.SQLITE_READ:
         return sqlite3.SQLITE_DENY if (first or "").startswith("sqlite_") else sqlite3.SQLITE_OK
@@ -83,14 +83,14 @@ def allowed(action: int, first: str | None, second: str | None, database: str | 
 
 
 @lru_cache(maxsize=32)
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a regular expression that ignores the case of letters."""
     return re.compile(pattern, re.IGNORECASE)
 
 
 def regexp(pattern: str, text: object) -> bool:
     """`text REGEXP pattern`."""
-    return text is not None and compiled(pattern).search(str(text)) is not None
+    return text is not None and compile_pattern(pattern).search(str(text)) is not None
 
 
 class Deviation:

@@ -76,7 +76,7 @@ class RunIndex:
         if not self._lock.acquire(timeout=seconds):
             return False
         try:
-            with self._connected() as connection:
+            with self._connect() as connection:
                 self._leave_room()
                 writer = IndexWriter(connection, self._folder, self._machine)
                 is_done = all(time.monotonic() < end_s for _ in writer.work())
@@ -87,7 +87,7 @@ class RunIndex:
 
     def page(self, query: TableQuery, letters: int | None) -> QueryPage:
         """Answer a page as of the last update; see `rlsys.dashboard.index.sql_query.page_of`. Raises `IndexProblem`."""
-        with self._connected() as connection:
+        with self._connect() as connection:
             table = INDEXED[query.table](connection, query.between)
         return page_of(self.path, table, query, letters)
 
@@ -100,14 +100,14 @@ class RunIndex:
 
     def tables(self, between: tuple[int, int] | None = None) -> list[QueryTable]:
         """Every table with its columns, as of the last update. Raises `IndexProblem`."""
-        with self._connected() as connection:
+        with self._connect() as connection:
             return [make(connection, between) for make in INDEXED.values()]
 
     @contextmanager
-    def _connected(self) -> Iterator[sqlite3.Connection]:
+    def _connect(self) -> Iterator[sqlite3.Connection]:
         """Open the database, with its tables. A damaged one is deleted, so that the next update builds it again."""
         try:
-            with closing(_opened(self.path)) as connection:
+            with closing(_open_database(self.path)) as connection:
                 yield connection
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", 0)  # errors of Python's module have none
@@ -130,7 +130,7 @@ class RunIndex:
                 Path(f"{self.path}{end}").unlink()
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open_database(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_LOCKED_S, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA trusted_schema = OFF")

@@ -82,7 +82,7 @@ class SeriesColumns:
     def outline(self, name: str, points: int) -> list[float | None]:
         """Values of a metric, thinned to about `points`; empty if there is none."""
         column = self._columns.get(name)
-        return [] if column is None else [_finite(column.values[i]) for i in thinned(column.values, points)]
+        return [] if column is None else [_finite(column.values[i]) for i in thin_indices(column.values, points)]
 
     def sum_since(self, name: str, step: int) -> float:
         """Sum of a metric over the steps after `step`; steps without it count as 0."""
@@ -108,7 +108,7 @@ class SeriesColumns:
 
     def names(self) -> list[MetricName]:
         """Every metric, by name."""
-        return [_named(name, column) for name, column in sorted(self._columns.items()) if column.steps]
+        return [_metric_name(name, column) for name, column in sorted(self._columns.items()) if column.steps]
 
     def axis(self, x: Axis) -> _Column | None:
         """Value of x at each step; None if x is the step itself, or not recorded."""
@@ -143,7 +143,7 @@ class SeriesColumns:
         return sorted(name for name in self._columns if name.startswith(asked[:-1]))
 
 
-def _named(name: str, column: _Column) -> MetricName:
+def _metric_name(name: str, column: _Column) -> MetricName:
     metric = metric_of(name) or _NOT_IN_TABLE
     return MetricName(name, metric.unit, metric.help, _finite(column.values[-1]))
 
@@ -155,7 +155,7 @@ def _series(
     xs = column.steps if axis is None else [axis.at(step) for step in column.steps]
     first = 0 if stretch[0] is None else bisect_left(xs, stretch[0])
     last = len(xs) if stretch[1] is None else bisect_right(xs, stretch[1])
-    kept = [first + i for i in thinned(column.values[first:last], points)]
+    kept = [first + i for i in thin_indices(column.values[first:last], points)]
     steps, values = [column.steps[i] for i in kept], [_finite(column.values[i]) for i in kept]
     counted = None if axis is None else [xs[i] for i in kept]
     return Series(name, metric.unit, metric.help, steps, values, max(last - first, 0), counted)
@@ -165,7 +165,7 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-def thinned(values: array[float], points: int) -> Sequence[int]:
+def thin_indices(values: array[float], points: int) -> Sequence[int]:
     """Indices to show in a chart of about `points` points: the least, the greatest and a gap of each stretch.
 
     The first and the last are always included, so there may be a few more than `points`.

@@ -96,31 +96,31 @@ class Spans:
         else:
             self._blocks.append(Block(chunk.offset, end, last_s, num_lines))
 
-    def unsummarised(self) -> Sequence[Block]:
+    def blocks_to_summarise(self) -> Sequence[Block]:
         """Blocks without a summary, newest first."""
         return [block for block in reversed(self._blocks) if block.summary is None]
 
     def summarise(self, blocks: Iterable[Block]) -> None:
         """Summarise blocks. All blocks but the newest are final, so a background thread may do it."""
         for block in blocks:
-            self._summarised(block)
+            self._summarise(block)
 
     def within(self, from_s: float, to_s: float) -> Tracks:
         """Activities in a time window; for a wide window, from summaries."""
         blocks = [block for block in self._blocks if block.last_s + _LATE_S >= from_s]
         after = next((i for i, block in enumerate(blocks) if block.last_s > to_s), len(blocks))
-        later = [block for block in blocks[after:] if self._summarised(block).first_s <= to_s]
+        later = [block for block in blocks[after:] if self._summarise(block).first_s <= to_s]
         blocks = [*blocks[:after], *later]
         is_wide = len(blocks) > _MOST_BLOCKS
         found: Tracks = {}
         for block in blocks:
-            tracks = self._summarised(block).summary if is_wide else self._read(block)
+            tracks = self._summarise(block).summary if is_wide else self._read(block)
             for key, stretches in (tracks or {}).items():
                 shown = [s for s in stretches if s[0] <= to_s and s[1] >= from_s]
                 found.setdefault(key, []).extend(shown)
         return {key: stretches for key, stretches in found.items() if stretches}
 
-    def _summarised(self, block: Block) -> Block:
+    def _summarise(self, block: Block) -> Block:
         """Summarise the block if needed."""
         if block.summary is None:
             tracks = self._read(block)
@@ -128,7 +128,7 @@ class Spans:
             starts_s, ends_s = ([s[i] for stretches in tracks.values() for s in stretches] for i in (0, 1))
             block.first_s = min(starts_s, default=block.last_s)
             gap_s = (max(ends_s, default=block.last_s) - block.first_s) / _BINS
-            block.summary = {key: list(merged(stretches, gap_s)) for key, stretches in tracks.items()}
+            block.summary = {key: list(merge_stretches(stretches, gap_s)) for key, stretches in tracks.items()}
         return block
 
     def _read(self, block: Block) -> Tracks:
@@ -153,7 +153,7 @@ def _names(worker: bytes, activity: bytes) -> tuple[str, str]:
     return worker.decode(errors="replace"), activity.decode(errors="replace")
 
 
-def merged(stretches: Iterable[Stretch], gap_s: float) -> Iterator[Stretch]:
+def merge_stretches(stretches: Iterable[Stretch], gap_s: float) -> Iterator[Stretch]:
     """Merge stretches that overlap or are at most `gap_s` apart; yields them in order."""
     in_order = iter(sorted(stretches))
     start_s, end_s, busy_s = next(in_order, (0.0, 0.0, -1.0))

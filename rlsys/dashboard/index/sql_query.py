@@ -85,9 +85,9 @@ class QueryTable:
         """The statement that makes the view, with all columns that a query names: SQLite has no more than
         `MOST_COLUMNS`. A name with a null character is none that can be asked for."""
         possible = [name for name in self.columns if "\0" not in name]
-        kept = {*sorted(possible, key=lambda name: quoted(name) not in text and name not in text)[:MOST_COLUMNS]}
+        kept = {*sorted(possible, key=lambda name: quote_name(name) not in text and name not in text)[:MOST_COLUMNS]}
         columns = {KEY: self.key, **{name: self.columns[name].sql for name in possible if name in kept}}
-        parts = ", ".join(f"{sql} AS {quoted(name)}" for name, sql in columns.items())
+        parts = ", ".join(f"{sql} AS {quote_name(name)}" for name, sql in columns.items())
         return f"CREATE TEMP VIEW {self.name} AS SELECT {parts} FROM {self.source}", ()
 
 
@@ -136,10 +136,10 @@ def run_sql(
     """Answer a query of somebody, who may read these views. `letters`: see `page_of`. Raises `BadQuery`, after
     `seconds` too."""
     check_quoted(sql, tables)
-    (result,) = _asked(database, tables, [(sql, ())], sql, seconds)
+    (result,) = _run_child(database, tables, [(sql, ())], sql, seconds)
     known = {name: column for table in tables for name, column in table.columns.items()}
-    columns = {name: known.get(name) or _guessed(at, result["rows"]) for at, name in enumerate(result["columns"])}
-    rows = [_shortened(_row(columns, row), _needles(sql), letters) for row in result["rows"]]
+    columns = {name: known.get(name) or _guess_column(at, result["rows"]) for at, name in enumerate(result["columns"])}
+    rows = [_shorten_row(_row(columns, row), _needles(sql), letters) for row in result["rows"]]
     columns.pop(KEY, None)
     return QueryPage(columns, rows, len(rows), is_cut=result["is_cut"])
 
@@ -150,12 +150,12 @@ def page_of(database: Path | None, table: QueryTable, query: TableQuery, letters
     check_quoted(query.filter, [table])
     where, values = _where(table, query)
     if query.group_by:
-        columns, rows, count = _grouped(table, query, where, values)
+        columns, rows, count = _group_rows(table, query, where, values)
     else:
         columns, rows, count = _plain(table, query, where, values)
-    found, counted = _asked(database, [table], [rows, count], query.filter, MOST_S)
+    found, counted = _run_child(database, [table], [rows, count], query.filter, MOST_S)
     needles = [query.search, *_needles(query.filter)]
-    shown = [_shortened(_row(columns, row), needles, letters) for row in found["rows"]]
+    shown = [_shorten_row(_row(columns, row), needles, letters) for row in found["rows"]]
     hidden = set(table.identity) - set(_names(query.show) or [*table.shown])
     names = {name: column for name, column in columns.items() if query.group_by or name not in hidden}
     return QueryPage(names, shown, counted["rows"][0][0])
@@ -169,7 +169,7 @@ def unknown(what: str, name: str, known: Sequence[str]) -> NoReturn:
     raise BadQuery(f"unknown {what:.200}: {hint}There are {listed}")
 
 
-def quoted(name: str) -> str:
+def quote_name(name: str) -> str:
     """A name in SQL."""
     doubled = name.replace('"', '""')
     return f'"{doubled}"'
@@ -198,17 +198,19 @@ def _plain(table: QueryTable, query: TableQuery, where: str, values: Sequence[An
     names = list(dict.fromkeys((*(_names(query.show) or table.shown), *table.identity)))
     columns = {name: _column(table, name) for name in names}
     order = _order(query.order_by or table.order_by, table.columns, f"of `{table.name}`")
-    order += f", {quoted(KEY)} {'DESC' if order.endswith('DESC NULLS LAST') else 'ASC'}" if order else quoted(KEY)
-    keys = f"SELECT {quoted(KEY)} FROM {table.name} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-    parts = ", ".join(map(quoted, names))
-    rows = f"SELECT {parts} FROM {table.name} WHERE {quoted(KEY)} IN ({keys}) ORDER BY {order}"
+    order += (
+        f", {quote_name(KEY)} {'DESC' if order.endswith('DESC NULLS LAST') else 'ASC'}" if order else quote_name(KEY)
+    )
+    keys = f"SELECT {quote_name(KEY)} FROM {table.name} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+    parts = ", ".join(map(quote_name, names))
+    rows = f"SELECT {parts} FROM {table.name} WHERE {quote_name(KEY)} IN ({keys}) ORDER BY {order}"
     return columns, (rows, (*values, query.limit, query.offset)), _count(table.name, where, values)
 
 
-def _grouped(table: QueryTable, query: TableQuery, where: str, values: Sequence[Any]) -> tuple[Any, Sql, Sql]:
+def _group_rows(table: QueryTable, query: TableQuery, where: str, values: Sequence[Any]) -> tuple[Any, Sql, Sql]:
     """Count the rows of each group, with mean, spread, least and greatest value of the columns to show."""
     groups = {name: _column(table, name) for name in _names(query.group_by)}
-    parts = {name: (column, quoted(name)) for name, column in groups.items()}
+    parts = {name: (column, quote_name(name)) for name, column in groups.items()}
     parts["num"] = (QueryColumn("int", "Rows of the group.", ""), "count(*)")
     for name in _names(query.show) or (["reward"] if "reward" in table.columns else []):
         column = _column(table, name)
@@ -219,10 +221,10 @@ def _grouped(table: QueryTable, query: TableQuery, where: str, values: Sequence[
             ("min", "min", "Least"), ("max", "max", "Greatest"),
         ):  # fmt: skip
             told = QueryColumn("float", f"{what}: {column.help}", "")
-            parts[f"{name}_{suffix}"] = (told, f"{function}({quoted(name)})")
+            parts[f"{name}_{suffix}"] = (told, f"{function}({quote_name(name)})")
     columns = {name: column for name, (column, _) in parts.items()}
-    selected = ", ".join(f"{sql} AS {quoted(name)}" for name, (_, sql) in parts.items())
-    keys = ", ".join(map(quoted, groups))
+    selected = ", ".join(f"{sql} AS {quote_name(name)}" for name, (_, sql) in parts.items())
+    keys = ", ".join(map(quote_name, groups))
     grouped = f"SELECT {selected} FROM {table.name} WHERE {where} GROUP BY {keys}"
     order = _order(query.order_by or "num desc", columns, "of these groups")
     rows = f"{grouped} ORDER BY {order}, {keys} LIMIT ? OFFSET ?"
@@ -238,11 +240,11 @@ def _where(table: QueryTable, query: TableQuery) -> tuple[str, list[Any]]:
     if query.between:
         if table.step is None:
             raise BadQuery(f"`{table.name}` has no steps")
-        parts.append(f"{quoted(table.step)} BETWEEN ? AND ?")
+        parts.append(f"{quote_name(table.step)} BETWEEN ? AND ?")
         values += query.between
     if query.search:
         escaped = query.search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        found = [f"{quoted(name)} LIKE ? ESCAPE '\\'" for name in table.searched]
+        found = [f"{quote_name(name)} LIKE ? ESCAPE '\\'" for name in table.searched]
         parts.append(f"({' OR '.join(found)})" if found else "0")
         values += [f"%{escaped}%"] * len(found)
     return " AND ".join(parts) or "1", values
@@ -256,7 +258,7 @@ def _order(text: str, columns: Mapping[str, QueryColumn], where: str) -> str:
         name = name.strip() if direction.lower() in ("asc", "desc") and name else one
         if name not in columns:
             unknown(f"column `{name}` {where}", name, list(columns))
-        parts.append(f"{quoted(name)} {'DESC' if is_descending else 'ASC'} NULLS LAST")
+        parts.append(f"{quote_name(name)} {'DESC' if is_descending else 'ASC'} NULLS LAST")
     return ", ".join(parts)
 
 
@@ -268,7 +270,7 @@ def _column(table: QueryTable, name: str) -> QueryColumn:
     return table.columns.get(name) or unknown(f"column `{name}` of `{table.name}`", name, list(table.columns))
 
 
-def _asked(
+def _run_child(
     database: Path | None, tables: Sequence[QueryTable], queries: Sequence[Sql], text: str, seconds: float
 ) -> list[Any]:
     """Let a process answer. Raises `BadQuery`; `text` is what somebody wrote."""
@@ -302,7 +304,7 @@ def _refuse(error: str, tables: Sequence[QueryTable], text: str) -> NoReturn:
     raise BadQuery(f"the query cannot be answered: {error}: {text:.200}")
 
 
-def _guessed(at: int, rows: Sequence[Sequence[Json]]) -> QueryColumn:
+def _guess_column(at: int, rows: Sequence[Sequence[Json]]) -> QueryColumn:
     kinds = {type(row[at]) for row in rows} - {type(None)}
     return QueryColumn("int" if kinds == {int} else "float" if kinds and kinds <= {int, float} else "text", "", "")
 
@@ -318,7 +320,7 @@ def _needles(sql: str) -> list[str]:
     return [part.replace("''", "'") for part in _PART.findall(sql)]
 
 
-def _shortened(row: Mapping[str, Json], needles: Sequence[str], letters: int | None) -> Mapping[str, Json]:
+def _shorten_row(row: Mapping[str, Json], needles: Sequence[str], letters: int | None) -> Mapping[str, Json]:
     if letters is None:
         return row
     return {name: _preview(v, needles, letters) if isinstance(v, str) else v for name, v in row.items()}

@@ -80,7 +80,7 @@ def bottleneck(history: EventHistory, bound: int | None) -> Bottleneck | None:
     busiest = max(work, key=lambda who: round(work[who], 2))
     waits = (shares.get(name, 0.0) for name in ("trainer waits", "rollouts wait", "wait for evaluation"))
     if max(waits) < _TOO_MUCH:
-        return Bottleneck(who="balanced", worker="", sentence=_balanced(shares), shares=shares)
+        return Bottleneck(who="balanced", worker="", sentence=_balance_text(shares), shares=shares)
     seen = _Evidence(history, bound, shares, work, busiest, (history.last_s or 0.0) - steps_s, step)
     found = next((cause for looks in _CAUSES if (cause := looks(seen))), None) or _stage(seen)
     return Bottleneck(who=found.who, worker=found.worker, sentence=found.sentence, shares=shares)
@@ -244,7 +244,7 @@ def _overlap(who: str, at_work: float) -> str:
     )
 
 
-def _balanced(shares: Mapping[str, float]) -> str:
+def _balance_text(shares: Mapping[str, float]) -> str:
     trainer_waits, rollouts_wait = shares.get("trainer waits", 0.0), shares.get("rollouts wait", 0.0)
     return (
         f"Nobody waits much: the trainer {_percent(trainer_waits)} of the time for groups, rollouts "

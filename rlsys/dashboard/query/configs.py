@@ -57,14 +57,14 @@ def read_config(folder: RunFolder, sections: Sequence[str] = ()) -> RunConfig:
 
 def _config_of(text: str, sections: Sequence[str]) -> RunConfig:
     parts = [part for part in _SECTION.split(text) if part.partition(":")[0] in sections]
-    tree = _parsed("".join(parts)) or _parsed(text)
+    tree = _parse_yaml("".join(parts)) or _parse_yaml(text)
     alerts = tree.get("alerts")
     given = alerts.items() if isinstance(alerts, Mapping) else ()
     thresholds = {str(name): value for name, value in given if value is None or isinstance(value, float | int)}
     return RunConfig(text, dict(leaves(tree)), thresholds)
 
 
-def changed_at(folder: RunFolder) -> tuple[int, int]:
+def modification_stamp(folder: RunFolder) -> tuple[int, int]:
     """Modification time in ns and size of the file; they change with the configuration."""
     path = folder.file(CONFIG)
     try:
@@ -77,11 +77,11 @@ def changed_at(folder: RunFolder) -> tuple[int, int]:
 def differences(configs: Sequence[RunConfig]) -> list[Difference]:
     """Keys whose value differs between these configurations."""
     keys = dict.fromkeys(key for config in configs for key in config.values)
-    rows = [Difference(key, [_shown(config, key) for config in configs]) for key in keys]
+    rows = [Difference(key, [_key_text(config, key) for config in configs]) for key in keys]
     return [row for row in rows if len(set(row.values)) > 1]
 
 
-def _parsed(text: str) -> _Tree:
+def _parse_yaml(text: str) -> _Tree:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -92,7 +92,7 @@ def _parsed(text: str) -> _Tree:
     return tree if isinstance(tree, Mapping) else {}
 
 
-def _shown(config: RunConfig, key: str) -> str | None:
+def _key_text(config: RunConfig, key: str) -> str | None:
     return value_text(config.values[key]) if key in config.values else None
 
 

@@ -133,17 +133,17 @@ def _trajectory(record: RolloutRecord, e: int, t: int) -> TrajectoryAnswer:
 def _advantage(record: RolloutRecord, e: int, t: int) -> float | None:
     """Advantage shared by all tokens; None for one advantage per token, where the assigned value is only their
     origin."""
-    has_own = any(reading.advantages for reading in _recorded(record, e, t))
+    has_own = any(reading.advantages for reading in _token_stats(record, e, t))
     return None if has_own else record.advantages[e][t]
 
 
-def _recorded(record: RolloutRecord, e: int, t: int) -> Sequence[TokenStats]:
+def _token_stats(record: RolloutRecord, e: int, t: int) -> Sequence[TokenStats]:
     return record.readings[e][t] if record.readings else ()
 
 
 def _readings(record: RolloutRecord, e: int, t: int, said: Trajectory) -> Sequence[TokenStats]:
     """Token statistics of each turn, empty if not recorded."""
-    found = _recorded(record, e, t)
+    found = _token_stats(record, e, t)
     return found if len(found) == len(said.turns) else [TokenStats()] * len(said.turns)
 
 
@@ -175,10 +175,10 @@ def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask, 
         said=reading.said,
         text=turn.text,
         pieces=reading.pieces,
-        logprobs=_rounded(turn.logprobs),
+        logprobs=_round_values(turn.logprobs),
         ratios=ratios,
-        entropies=_rounded(reading.entropies),
-        advantages=(_rounded(reading.advantages) or same) if is_trained else [None] * len(reading.pieces),
+        entropies=_round_values(reading.entropies),
+        advantages=(_round_values(reading.advantages) or same) if is_trained else [None] * len(reading.pieces),
         masks=["left_out" if left_out else mask for left_out in reading.is_masked or [False] * len(reading.pieces)],
         versions=[span.version for span in turn.versions for _ in range(span.num_tokens)],
         finish=turn.finish,
@@ -188,7 +188,7 @@ def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask, 
     )
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
+def _round_values(values: Sequence[float]) -> list[float]:
     return [round(value, _DIGITS) for value in values]
 
 

@@ -84,7 +84,7 @@ class EventHistory:
         others = [line for line in chunk.data.split(b"\n") if line and not line.startswith(PREFIX)]
         self.spans.note(chunk)
         if self.spans.last_s is not None:
-            self.heard(self.spans.last_s)
+            self.mark_active(self.spans.last_s)
         self._take(others, decode)
 
     def _take(self, lines: list[bytes], decoded: Callable[[bytes], tuple[Event, float]]) -> None:
@@ -102,11 +102,11 @@ class EventHistory:
         """Process one event, emitted at `time_s`."""
         if self.first_s is None:
             self.first_s = time_s
-        self.heard(time_s)
+        self.mark_active(time_s)
         for hear in self._hears.get(type(event), ()):
             hear(event, time_s)
 
-    def heard(self, time_s: float) -> None:
+    def mark_active(self, time_s: float) -> None:
         """Record that the run was active at `time_s`."""
         if self.last_s is None or time_s > self.last_s:
             self.last_s = time_s

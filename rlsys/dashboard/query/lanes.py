@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlsys.dashboard.index.spans import Stretch, Tracks, merged
+from rlsys.dashboard.index.spans import Stretch, Tracks, merge_stretches
 from rlsys.dashboard.responses import Lane, LaneSpan
 
 _ORDER = ("actor", "critic", "rollout", "reward", "reference", "eval", "relay")
@@ -15,8 +15,8 @@ def lanes(tracks: Tracks, workers: Iterable[str], from_s: float, to_s: float, wi
     """Lane of each active worker, and of each of `workers`, which may have been idle."""
     by_worker: dict[str, dict[str, list[Stretch]]] = {worker: {} for worker in workers}
     for (worker, activity), stretches in tracks.items():
-        clipped = (_clipped(stretch, from_s, to_s) for stretch in stretches)
-        by_worker.setdefault(worker, {})[activity] = list(merged(clipped, (to_s - from_s) / width))
+        clipped = (_clip_stretch(stretch, from_s, to_s) for stretch in stretches)
+        by_worker.setdefault(worker, {})[activity] = list(merge_stretches(clipped, (to_s - from_s) / width))
     return [_lane(worker, by_worker[worker], to_s - from_s) for worker in sorted(by_worker, key=_place)]
 
 
@@ -35,7 +35,7 @@ def _place(worker: str) -> tuple[int, list[tuple[int, str]]]:
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER)), natural(worker)
 
 
-def _clipped(stretch: Stretch, from_s: float, to_s: float) -> Stretch:
+def _clip_stretch(stretch: Stretch, from_s: float, to_s: float) -> Stretch:
     """Cut a stretch to the window; its idle time is assumed to be evenly distributed."""
     start_s, end_s, busy_s = stretch
     if from_s <= start_s and end_s <= to_s:
@@ -53,7 +53,7 @@ def _lane(worker: str, did: Mapping[str, Sequence[Stretch]], window_s: float) ->
     ]
     spans.sort(key=lambda span: span.start_s)
     # Activities may overlap, so their sum is too large. A merged span may be partly idle, so its length is too.
-    covered = merged(((span.start_s, span.end_s, span.end_s - span.start_s) for span in spans), 0.0)
+    covered = merge_stretches(((span.start_s, span.end_s, span.end_s - span.start_s) for span in spans), 0.0)
     busy = min(1.0, sum(by_activity.values()), sum(busy_s for _, _, busy_s in covered) / window_s)
     return Lane(
         worker=worker,

@@ -88,7 +88,7 @@ _FAILURES: Mapping[str, tuple[Kind, str]] = {
 
 def runs_table(runs: Sequence[RunRow]) -> QueryTable:
     """Make the table of runs: their summary, and each configuration key and metric as a column."""
-    table = _listed("runs", "Runs of the served folder.", _RUNS, [run.summary for run in runs], "updated_s")
+    table = _listing_table("runs", "Runs of the served folder.", _RUNS, [run.summary for run in runs], "updated_s")
     facts: list[tuple[str, str, Json]] = []
     for run in runs:
         own = {name: _plain(value) for name, value in run.config.values.items()} | dict(run.metrics)
@@ -118,25 +118,25 @@ def runs_table(runs: Sequence[RunRow]) -> QueryTable:
 
 def alerts_table(alerts: Sequence[Alert]) -> QueryTable:
     """Make the table of alerts, open ones first."""
-    return _listed("alerts", "Alerts of the run, open ones first.", _ALERTS, alerts, "")
+    return _listing_table("alerts", "Alerts of the run, open ones first.", _ALERTS, alerts, "")
 
 
 def pending_table(pending: Sequence[PendingRow]) -> QueryTable:
     """Make the table of groups that are neither trained nor dropped."""
-    return _listed("pending", "Groups that are neither trained nor dropped.", _PENDING, pending, "age_s")
+    return _listing_table("pending", "Groups that are neither trained nor dropped.", _PENDING, pending, "age_s")
 
 
 def replicas_table(replicas: Sequence[ReplicaRow]) -> QueryTable:
     """Make the table of rollout replicas."""
-    return _listed("replicas", "Rollout replicas as of their last answer.", _REPLICAS, replicas, "")
+    return _listing_table("replicas", "Rollout replicas as of their last answer.", _REPLICAS, replicas, "")
 
 
 def failures_table(failures: Sequence[RestartRow]) -> QueryTable:
     """Make the table of failures of workers."""
-    return _listed("worker_failures", "Failures of workers.", _FAILURES, failures, "failed_s")
+    return _listing_table("worker_failures", "Failures of workers.", _FAILURES, failures, "failed_s")
 
 
-def _listed(
+def _listing_table(
     name: str, told: str, fields: Mapping[str, tuple[Kind, str]], rows: Iterable[Any], newest: str
 ) -> QueryTable:
     """Make a table of rows with these fields, by default with the greatest of `newest` first."""

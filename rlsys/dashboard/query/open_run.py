@@ -9,7 +9,7 @@ from types import TracebackType
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index.folders import EVALUATIONS, EVENTS, METRICS, RunFolder
 from rlsys.dashboard.index.machine_use import MachineUse
-from rlsys.dashboard.query.configs import RunConfig, changed_at, read_config
+from rlsys.dashboard.query.configs import RunConfig, modification_stamp, read_config
 from rlsys.dashboard.query.history import EventHistory
 from rlsys.dashboard.query.rollout_files import RolloutFiles
 from rlsys.dashboard.query.rollout_listing import Lists
@@ -88,7 +88,7 @@ class OpenedRun:
 
     def _read_config(self) -> bool:
         """Read the configuration if it changed. Returns True if the thresholds changed."""
-        at = changed_at(self.folder)
+        at = modification_stamp(self.folder)
         if at == self._config_at:
             return False
         before, self._config_at = self.config.thresholds, at
@@ -98,7 +98,7 @@ class OpenedRun:
     def _summarise(self) -> None:
         """Summarise spans of workers: a few at once here, many in a background thread."""
         spans = self.history.spans
-        blocks = spans.unsummarised()
+        blocks = spans.blocks_to_summarise()
         if len(blocks) <= _AT_ONCE:
             spans.summarise(blocks)
         elif not (self._summarising and self._summarising.is_alive()):

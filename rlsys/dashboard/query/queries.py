@@ -153,7 +153,7 @@ class Readings:
     def scored_groups(self, run: str) -> list[ScoredGroup]:
         """Groups with a reward, of all steps whose rollouts were written."""
         with self._open(run) as opened:
-            return list(opened.lists.scored())
+            return list(opened.lists.scored_groups())
 
     def evaluations(self, run: str) -> EvaluationsAnswer:
         """Every evaluation."""

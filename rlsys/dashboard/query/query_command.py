@@ -42,7 +42,7 @@ def query(
 
 def lines_of(found: TableAnswer) -> Iterator[str]:
     """Yield the lines of a table, with numbers to the right."""
-    shown = [[_shown(column, row[column.name]) for column in found.columns] for row in found.rows]
+    shown = [[_cell_text(column, row[column.name]) for column in found.columns] for row in found.rows]
     names = [column.name for column in found.columns]
     widths = [max(map(len, cells)) for cells in zip(names, *shown, strict=True)]
     for cells in (names, *shown):
@@ -55,7 +55,7 @@ def lines_of(found: TableAnswer) -> Iterator[str]:
         yield f"the first {MOST_ROWS} rows: `limit` and `offset` show others"
 
 
-def _shown(column: TableColumn, value: Json) -> str:
+def _cell_text(column: TableColumn, value: Json) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

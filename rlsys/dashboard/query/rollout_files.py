@@ -44,7 +44,7 @@ class RolloutFiles:
         try:
             changed_ns = path.stat().st_mtime_ns
             if changed_ns != self._listed_ns:
-                self._names = {} if self._leads_out else dict(sorted(self._listed(path)))
+                self._names = {} if self._leads_out else dict(sorted(self._scan_steps(path)))
                 # Files added within the same tick of the file system's clock leave the time unchanged: look again.
                 is_settled = time.time_ns() - changed_ns > _TICK_NS
                 self._listed_ns = changed_ns if is_settled else -1
@@ -57,7 +57,7 @@ class RolloutFiles:
         """True if the folder of rollouts is a link to a folder outside the served one."""
         return not Path(os.path.realpath(self._folder.path.joinpath(*self._parts))).is_relative_to(self._folder.root)
 
-    def _listed(self, path: Path) -> Iterator[tuple[int, str]]:
+    def _scan_steps(self, path: Path) -> Iterator[tuple[int, str]]:
         with os.scandir(path) as entries:
             for entry in entries:
                 step = step_in(entry.name)
@@ -66,13 +66,13 @@ class RolloutFiles:
 
     def group_ids(self, step: int) -> list[int]:
         """Group ids in the file of a step, in order. Raises `NoSuch`."""
-        return [group_id for group_id in self._opened(step).group_ids if group_id is not None]
+        return [group_id for group_id in self._open_table(step).group_ids if group_id is not None]
 
     def record(self, step: int, group_id: int) -> RolloutRecord:
         """Decode one group. Raises `NoSuch` if it does not exist, or cannot be read."""
         key = (step, group_id, self._written_ns(step))
         if key not in self._records:
-            self._records[key] = self._decoded(step, group_id)
+            self._records[key] = self._read_record(step, group_id)
             while len(self._records) > _KEPT:
                 self._records.popitem(last=False)
         self._records.move_to_end(key)
@@ -81,7 +81,7 @@ class RolloutFiles:
     def records(self, step: int) -> list[RolloutRecord]:
         """Every readable group of a step. Raises `NoSuch` if the step was not written."""
         found: list[RolloutRecord] = []
-        file = self._opened(step)
+        file = self._open_table(step)
         for place in range(len(file.group_ids)):
             try:
                 found.append(file.record(place))
@@ -89,8 +89,8 @@ class RolloutFiles:
                 self._corrupt.add((step, place))
         return found
 
-    def _decoded(self, step: int, group_id: int) -> RolloutRecord:
-        file = self._opened(step)
+    def _read_record(self, step: int, group_id: int) -> RolloutRecord:
+        file = self._open_table(step)
         if group_id not in file.group_ids:
             raise NoSuch(f"step {step} has no group {group_id}; `/api/groups` lists those that it has")
         place = file.group_ids.index(group_id)
@@ -100,7 +100,7 @@ class RolloutFiles:
             self._corrupt.add((step, place))
             raise NoSuch(f"group {group_id} of step {step} cannot be read: {error}") from error
 
-    def _opened(self, step: int) -> RolloutTable:
+    def _open_table(self, step: int) -> RolloutTable:
         try:
             return RolloutTable(self._path(step))
         except OSError:  # deleted just now, or not readable

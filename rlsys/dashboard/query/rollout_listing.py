@@ -69,7 +69,7 @@ class Lists:
         written = set(self.rollouts.steps())
         return TaskAnswer(task_id, [_point(facts, facts.step in written) for facts in found])
 
-    def scored(self) -> Iterator[ScoredGroup]:
+    def scored_groups(self) -> Iterator[ScoredGroup]:
         """Groups with a reward, of all steps whose rollouts were written."""
         for step in self.rollouts.steps():
             for row in self._rows(step):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rlsys.dashboard.index.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
 from rlsys.dashboard.index.folders import EVENTS, METRICS, RunFolder, size_of
 from rlsys.dashboard.index.run_files import Tail
-from rlsys.dashboard.query.configs import changed_at, read_config
+from rlsys.dashboard.query.configs import modification_stamp, read_config
 from rlsys.dashboard.query.history import EventHistory
 from rlsys.monitoring.events import Event, PhaseDone, RunEnded, RunStarted, WorkerFailed
 
@@ -50,7 +50,7 @@ class Glimpse:
     """Preview of a run; `history` has no groups, spans or replicas."""
 
     def __init__(self, folder: RunFolder, events: Path, metrics: Path) -> None:
-        self._folder, self._config_at = folder, changed_at(folder)
+        self._folder, self._config_at = folder, modification_stamp(folder)
         self.config = read_config(folder, _SECTIONS)
         self.history = EventHistory(None, None, self.config.thresholds)
         self._events, self._metrics = events, Tail(metrics)
@@ -60,20 +60,22 @@ class Glimpse:
     def was_replaced(self) -> bool:
         """True if its files were replaced."""
         has_shrunk = size_of(self._events) < self._read_to
-        return has_shrunk or self._metrics.was_replaced or changed_at(self._folder) != self._config_at
+        return has_shrunk or self._metrics.was_replaced or modification_stamp(self._folder) != self._config_at
 
     def look(self) -> None:
         """Process the lines written since the last call."""
-        rows = [row for chunk in self._metrics.read() for line in chunk.lines if (row := _decoded(line, is_row=True))]
+        rows = [
+            row for chunk in self._metrics.read() for line in chunk.lines if (row := _decode_line(line, is_row=True))
+        ]
         try:
             lines = list(self._lines())
         except OSError:  # deleted just now, or not readable
             lines = []
-        told = [event for line in lines if line.startswith(_KINDS) and (event := _decoded(line, is_row=False))]
+        told = [event for line in lines if line.startswith(_KINDS) and (event := _decode_line(line, is_row=False))]
         for event, time_s in sorted([*rows, *told], key=lambda stamped: stamped.time_s):
             self.history.observe(event, time_s)
         if lines and (last := _TIME.match(lines[-1])):
-            self.history.heard(float(last[1]))
+            self.history.mark_active(float(last[1]))
 
     def _lines(self) -> Iterator[bytes]:
         """First and last appended lines, without those between."""
@@ -96,7 +98,7 @@ class _Stamped(NamedTuple):
     time_s: float
 
 
-def _decoded(line: bytes, is_row: bool) -> _Stamped | None:
+def _decode_line(line: bytes, is_row: bool) -> _Stamped | None:
     try:
         return _Stamped(*(decode_metrics(line) if is_row else decode(line)))
     except (Unreadable, UnknownKind):  # counted when the run is opened

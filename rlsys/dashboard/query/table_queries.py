@@ -12,7 +12,7 @@ from rlsys.dashboard.index.index_followers import IndexFollowers
 from rlsys.dashboard.index.index_schema import INDEXED
 from rlsys.dashboard.index.run_index import RunIndex
 from rlsys.dashboard.index.sql_query import QueryColumn, QueryPage, QueryTable, TableQuery, page_of, run_sql, unknown
-from rlsys.dashboard.query.configs import RunConfig, changed_at, read_config
+from rlsys.dashboard.query.configs import RunConfig, modification_stamp, read_config
 from rlsys.dashboard.query.listed_tables import (
     RunRow,
     alerts_table,
@@ -64,7 +64,7 @@ class Tables:
             table = self._listed[query.table](folder.id)
             return _answer(query.table, page_of(None, table, query, letters), 1.0, offset=query.offset)
         index = self._indexes.current(folder)
-        with _covered(index):
+        with _with_coverage(index):
             found = index.page(query, letters)
         return _answer(query.table, found, index.share, index.problem, offset=query.offset)
 
@@ -86,7 +86,7 @@ class Tables:
         if listed := [make(folder.id) for name, make in self._listed.items() if name in words]:
             return _answer("", run_sql(None, listed, text, letters), 1.0)
         index = self._indexes.current(folder)
-        with _covered(index):
+        with _with_coverage(index):
             found = index.sql(text, between, letters)
         return _answer("", found, index.share, index.problem)
 
@@ -104,7 +104,7 @@ class Tables:
         return runs_table([RunRow(row, self._config(folder), metrics) for folder, row, metrics in found])
 
     def _config(self, folder: RunFolder) -> RunConfig:
-        at = changed_at(folder)
+        at = modification_stamp(folder)
         kept = self._configs.get(folder.id)
         if kept is None or kept[0] != at:
             kept = self._configs[folder.id] = (at, read_config(folder))
@@ -112,7 +112,7 @@ class Tables:
 
 
 @contextmanager
-def _covered(index: RunIndex) -> Iterator[None]:
+def _with_coverage(index: RunIndex) -> Iterator[None]:
     """Say in a refusal how much of the run is indexed: a metric may be a column later."""
     try:
         yield

@@ -19,7 +19,7 @@ from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.query.configs import value_text
 from rlsys.dashboard.query.queries import Readings
 from rlsys.dashboard.query.summary import SUMMARY_STEPS
-from rlsys.dashboard.report.markup import Html, cut, h, joined, table
+from rlsys.dashboard.report.markup import Html, cut, h, join_html, table
 from rlsys.dashboard.report.plots import plot, short
 from rlsys.dashboard.report.report_episodes import best_and_worst
 from rlsys.dashboard.responses import EvaluationRow, RunAnswer, RunSummary, Series
@@ -95,7 +95,7 @@ def _run(readings: Readings, run: str, changed_keys: ChangedKeys) -> Html:
         *best_and_worst(readings, run),
         *_config(changed_keys(readings.config_values(run))),
     )
-    return joined(*parts)
+    return join_html(*parts)
 
 
 def _summary(answer: RunAnswer) -> Iterator[Html]:
@@ -149,7 +149,7 @@ def _learning(readings: Readings, run: str, summary: RunSummary) -> Iterator[Htm
     rows = [*([training] if training else []), *(_scores(name, found) for name, found in datasets.items())]
     if rows:
         yield table(("score", "first", "best", "last"), rows[: _MOST_ROWS + 1])
-        yield _left_out(len(rows), _MOST_ROWS + 1, "data sets")
+        yield _omission_note(len(rows), _MOST_ROWS + 1, "data sets")
     for name, found in islice(datasets.items(), 2):
         if len(found) > 2:
             yield from _evaluations(name, found)
@@ -158,7 +158,7 @@ def _learning(readings: Readings, run: str, summary: RunSummary) -> Iterator[Htm
         yield h("h3", f"Why {failures.num_failed:,} of {failures.num_episodes:,} episodes of training failed")
         rows = [(f"{row.num_episodes:,}", cut(row.reason, _SENTENCE, 2)) for row in failures.failures[:_MOST_ROWS]]
         yield table(("episodes", "reason"), rows)
-        yield _left_out(len(failures.failures), _MOST_ROWS, "reasons")
+        yield _omission_note(len(failures.failures), _MOST_ROWS, "reasons")
 
 
 def _scores_of_training(readings: Readings, run: str) -> tuple[str, ...] | None:
@@ -170,12 +170,12 @@ def _scores_of_training(readings: Readings, run: str) -> tuple[str, ...] | None:
     if not means:
         return None
 
-    def told(mean: float, window: Sequence[int]) -> str:
+    def window_score(mean: float, window: Sequence[int]) -> str:
         shares = [failed[step] for step in window if step in failed]
         return _score(mean, None, fmean(shares) if shares else None, f"to step {window[-1]}")
 
     shown = (means[0], max(means, key=lambda one: one[0]), means[-1])
-    return (f"training, mean of {len(windows[0])} steps", *(told(*one) for one in shown))
+    return (f"training, mean of {len(windows[0])} steps", *(window_score(*one) for one in shown))
 
 
 def _by_step(readings: Readings, run: str, name: str) -> dict[int, float]:
@@ -205,13 +205,13 @@ def _evaluations(dataset: str, found: Sequence[EvaluationRow]) -> Iterator[Html]
     measures = list(dict.fromkeys(name for one in found for name in one.scores))
     measures.sort(key=lambda name: (name != "mean", name != "failed_frac", not name.startswith(("mean", "pass@"))))
     measures = measures[:_MOST_MEASURES]
-    rows = [(str(one.step), *(_measured(one.scores.get(name), name) for name in measures)) for one in _evenly(found)]
+    rows = [(str(one.step), *(_metric_text(one.scores.get(name), name) for name in measures)) for one in _evenly(found)]
     few = f", {len(rows)} of {len(found)}" if len(rows) < len(found) else ""
     yield h("h3", f"Evaluations on {cut(dataset, _NAME)}{few}")
     yield table(("step", *(cut(name.replace("_", " ").replace("frac", "share"), _NAME) for name in measures)), rows)
 
 
-def _measured(value: float | None, name: str) -> str:
+def _metric_text(value: float | None, name: str) -> str:
     return _percent(value) if name.endswith("_frac") else short(value)
 
 
@@ -231,11 +231,11 @@ def _alerts(readings: Readings, run: str) -> Iterator[Html]:
     for alert in opened[:_MOST_ROWS]:
         name = h("b", cut(alert.alert.replace("_", " "), _NAME))
         yield h("p", name, f", open since step {alert.step}. ", cut(alert.sentence, 3 * _SENTENCE), class_="alert")
-    yield _left_out(len(opened), _MOST_ROWS, "open alerts")
+    yield _omission_note(len(opened), _MOST_ROWS, "open alerts")
     if over:
         told = (f"{cut(one.alert.replace('_', ' '), _NAME)} in steps {one.step} to {one.until_step}" for one in over)
         yield h("p", f"Over: {'; '.join(islice(told, _MOST_ROWS))}.", class_="muted")
-        yield _left_out(len(over), _MOST_ROWS, "alerts that are over")
+        yield _omission_note(len(over), _MOST_ROWS, "alerts that are over")
 
 
 def _waiting(readings: Readings, run: str) -> Iterator[Html]:
@@ -265,14 +265,14 @@ def _waiting(readings: Readings, run: str) -> Iterator[Html]:
             for row in sorted(ledger.pending, key=lambda row: not row.is_overdue)[:_MOST_ROWS]
         ]
         yield table(("pending group", "task", "state", "worker", "age", ""), rows)
-        yield _left_out(len(ledger.pending), _MOST_ROWS, "pending groups")
+        yield _omission_note(len(ledger.pending), _MOST_ROWS, "pending groups")
     if cluster.replicas:
         rows = [
             (row.worker, *map(_whole, (row.version, row.behind)), _if(row.is_stale, "stale"), str(row.restarts))
             for row in sorted(cluster.replicas, key=lambda row: (not row.is_stale, -row.restarts))[:_MOST_ROWS]
         ]
         yield table(("replica", "version", "versions behind", "", "restarts"), rows)
-        yield _left_out(len(cluster.replicas), _MOST_ROWS, "replicas")
+        yield _omission_note(len(cluster.replicas), _MOST_ROWS, "replicas")
     if cluster.restarts:
         rows = [
             (
@@ -286,7 +286,7 @@ def _waiting(readings: Readings, run: str) -> Iterator[Html]:
         ]
         yield h("h3", "Failures of workers")
         yield table(("when", "worker", "while", "back after", "detail"), rows)
-        yield _left_out(len(cluster.restarts), _MOST_ROWS, "failures")
+        yield _omission_note(len(cluster.restarts), _MOST_ROWS, "failures")
 
 
 def _back(failed_s: float, back_s: float | None) -> str:
@@ -316,18 +316,18 @@ def _config(changed: Sequence[ChangedKey]) -> Iterator[Html]:
         yield h("h2", "Configuration, where it differs from the defaults")
         yield h(
             "dl",
-            *(h("div", h("dt", cut(one.key, _NAME)), _changed(one)) for one in changed[:_MOST_KEYS]),
+            *(h("div", h("dt", cut(one.key, _NAME)), _changed_value(one)) for one in changed[:_MOST_KEYS]),
             class_="keys",
         )
-        yield _left_out(len(changed), _MOST_KEYS, "keys")
+        yield _omission_note(len(changed), _MOST_KEYS, "keys")
 
 
-def _changed(one: ChangedKey) -> Html:
+def _changed_value(one: ChangedKey) -> Html:
     default = h("span", f" (default: {cut(value_text(one.default), _NAME)})", class_="muted")
     return h("dd", cut(value_text(one.value), _VALUE), None if one.default in (None, "", [], {}) else default)
 
 
-def _left_out(num: int, shown: int, what: str) -> Html:
+def _omission_note(num: int, shown: int, what: str) -> Html:
     return h("p", f"{num - shown:,} more {what} are not shown.", class_="muted") if num > shown else Html()
 
 

@@ -34,10 +34,10 @@ def h(tag: str, *children: str | None, **attributes: str | float | None) -> Html
     """Build one element. Attributes are written as `class_` and `aria_label`; a child or a value of None is omitted."""
     named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
     shown = "".join(f' {name}="{_text(str(value))}"' for name, value in named.items())
-    return Html(f"<{tag}{shown}>" if tag in _VOID else f"<{tag}{shown}>{joined(*children)}</{tag}>")
+    return Html(f"<{tag}{shown}>" if tag in _VOID else f"<{tag}{shown}>{join_html(*children)}</{tag}>")
 
 
-def joined(*children: str | None) -> Html:
+def join_html(*children: str | None) -> Html:
     """Concatenate parts."""
     return Html("".join(child if isinstance(child, Html) else _text(child) for child in children if child is not None))
 

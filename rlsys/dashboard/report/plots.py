@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from rlsys.dashboard.report.markup import Html, cut, h, joined
+from rlsys.dashboard.report.markup import Html, cut, h, join_html
 from rlsys.dashboard.responses import Series
 
 _WIDTH, _HEIGHT = 440, 160
@@ -51,7 +51,7 @@ def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | 
     values = [value for one in [*shown, *(band or ())] for _, value in _points(one)]
     steps = [step for one in shown for step, _ in _points(one)]
     across = _Scale(*_apart(min(steps), max(steps)), _LEFT, _WIDTH - _RIGHT)
-    up = _Scale(*_rounded(min(values), max(values)), _HEIGHT - _BOTTOM, _TOP)
+    up = _Scale(*_axis_bounds(min(values), max(values)), _HEIGHT - _BOTTOM, _TOP)
     drawn = h(
         "svg",
         *_axes(across, up, shown[0].unit),
@@ -59,10 +59,10 @@ def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | 
         *(mark for i, one in enumerate(shown) for mark in _line(one, i, across, up)),
         viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
         role="img",
-        aria_label=f"{title}: " + "; ".join(_told(one) for one in shown),
+        aria_label=f"{title}: " + "; ".join(_series_caption(one) for one in shown),
     )
     more = f"{len(told) - len(shown)} more lines are not shown" if len(told) > len(shown) else None
-    lines = (h("li", _swatch(i), h("span", _told(one))) for i, one in enumerate(shown))
+    lines = (h("li", _swatch(i), h("span", _series_caption(one))) for i, one in enumerate(shown))
     legend = h("ul", *lines, h("li", more) if more else None)
     caption = h("figcaption", h("h3", title), h("p", note, class_="muted") if note else None)
     return h("figure", caption, drawn, legend)
@@ -143,7 +143,7 @@ def _area(band: tuple[Series, Series], across: _Scale, up: _Scale) -> Html:
     return h("path", d=_path(outline, across, up) + "Z", class_="band") if outline else Html()
 
 
-def _told(one: Series) -> str:
+def _series_caption(one: Series) -> str:
     values = [value for _, value in _points(one)]
     within = f" ({short(min(values))} to {short(max(values))})" if len(values) > 2 else ""
     return f"{cut(one.name, _NAME)} {short(values[0])} → {short(values[-1])}{within}"
@@ -151,14 +151,14 @@ def _told(one: Series) -> str:
 
 def _swatch(i: int) -> Html:
     line = h("path", d="M0 5H24", class_=f"line k{i}")
-    return h("svg", joined(line), viewBox="0 0 24 10", class_="swatch", aria_hidden="true")
+    return h("svg", join_html(line), viewBox="0 0 24 10", class_="swatch", aria_hidden="true")
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
     return (low, high) if low < high else (low - 1, high + 1)
 
 
-def _rounded(low: float, high: float) -> tuple[float, float]:
+def _axis_bounds(low: float, high: float) -> tuple[float, float]:
     """Bounds of an axis, starting at 0 unless that wastes more than half of it."""
     if 0 <= low <= high / 2:
         low = 0.0

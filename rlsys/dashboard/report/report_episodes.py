@@ -63,13 +63,13 @@ def _group(readings: Readings, run: str, title: str, group: GroupAnswer) -> Html
         h("pre", cut(prompt, *_PROMPT), dir="auto"),
         h(
             "div",
-            *(_episode(one, _answer(readings, run, group, one)) for one in _told(group.episodes)),
+            *(_episode(one, _answer(readings, run, group, one)) for one in _extreme_episodes(group.episodes)),
             class_="episodes",
         ),
     )
 
 
-def _told(episodes: Sequence[EpisodeRow]) -> Sequence[EpisodeRow]:
+def _extreme_episodes(episodes: Sequence[EpisodeRow]) -> Sequence[EpisodeRow]:
     """The answers with the highest and the lowest rewards of a group, in this order."""
     ranked = sorted(episodes, key=lambda one: (one.reward is None, -(one.reward or 0.0)))
     half = _NUM_ANSWERS // 2

@@ -89,7 +89,7 @@ class ConsoleSink:
     def _show_engines(self) -> None:
         for (engine, reason), workers in self._engines.items():
             verb = "generates" if len(workers) == 1 else "generate"
-            self._screen.note(printable(f"{_named(workers)} {verb} with {engine}: {reason}"))
+            self._screen.note(printable(f"{_worker_ranges(workers)} {verb} with {engine}: {reason}"))
         self._engines = {}
 
     def _phase(self, done: events.PhaseDone, time_s: float) -> str:
@@ -124,7 +124,7 @@ class ConsoleSink:
             yield f"  rlsys export {run} --to FOLDER"
 
 
-def _named(workers: Sequence[str]) -> str:
+def _worker_ranges(workers: Sequence[str]) -> str:
     """Name workers, those of a kind together: `rollout-0 to rollout-7, eval-0`."""
     kinds: dict[str, list[str]] = {}
     for worker in workers:
@@ -201,7 +201,7 @@ def note_of(event: events.Event) -> str | None:
         case events.EventLost(lost=lost, problem=problem):
             return f"an event {lost} is lost: {problem}"
         case events.EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):
-            return f"step {step} on {dataset}: {_measured(dataset, metrics)} ({seconds:.1f} s)"
+            return f"step {step} on {dataset}: {_eval_text(dataset, metrics)} ({seconds:.1f} s)"
         case events.AlertRaised(alert=alert, step=step, sentence=sentence):
             return f"alert {alert} at step {step}: {sentence}"
         case events.RunEnded(step=step, reason=reason, detail=detail):
@@ -210,7 +210,7 @@ def note_of(event: events.Event) -> str | None:
             return None
 
 
-def _measured(dataset: str, metrics: Mapping[str, float]) -> str:
+def _eval_text(dataset: str, metrics: Mapping[str, float]) -> str:
     """`mean 0.713 ± 0.021, pass@1 0.713, pass@4 0.902, failed 2 %`."""
     values = {name.removeprefix(f"eval/{dataset}/"): value for name, value in metrics.items()}
     interval = f" ± {values['mean_ci95']:.3f}" if "mean_ci95" in values else ""
@@ -227,7 +227,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
 
 
-def fitted(parts: Sequence[str], columns: int) -> str:
+def fit_line(parts: Sequence[str], columns: int) -> str:
     """Join the parts of a line that fit so many columns; the first two are always there."""
     line = "  ".join(parts[:2])
     for part in parts[2:]:
@@ -258,7 +258,7 @@ class PlainScreen:
     def finish(self) -> None:
         """Show the last progress line, so that it is never lost, and stands before the end."""
         if self._held_back:
-            self.note(fitted(self._held_back, COLUMNS - len(self._prefix)))
+            self.note(fit_line(self._held_back, COLUMNS - len(self._prefix)))
             self._held_back = ()
 
 
@@ -289,7 +289,7 @@ class LiveScreen:
 
     def progress(self, parts: Sequence[str], step: int, time_s: float) -> None:
         self._bar.start()  # a run that has ended may go on
-        line = fitted(parts, self._console.width - self._bar_width - 2)
+        line = fit_line(parts, self._console.width - self._bar_width - 2)
         self._bar.update(self._task, completed=step, description=line)
 
     def note(self, line: str) -> None:

@@ -35,8 +35,8 @@ class JsonlSink:
 
     def __init__(self, run_dir: Path, opens: Opens | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._events = _Lines(run_dir / "events.jsonl", opens or _opened)
-        self._metrics = _Lines(run_dir / "metrics.jsonl", opens or _opened)
+        self._events = _Lines(run_dir / "events.jsonl", opens or _open_file)
+        self._metrics = _Lines(run_dir / "metrics.jsonl", opens or _open_file)
 
     def handle(self, event: Event, time_s: float) -> None:
         """Write one event, and its metrics if it has any. NaN is written as null."""
@@ -106,7 +106,7 @@ class _Lines:
             self._problem = error.strerror or repr(error)
 
 
-def _opened(path: Path) -> FileIO:
+def _open_file(path: Path) -> FileIO:
     return path.open("a+b", buffering=0)
 
 

@@ -45,10 +45,10 @@ class MLflow(StepTracker):
         files = (run.folder / "mlflow").absolute().as_uri()
         client = import_module("mlflow").MlflowClient(self.uri or os.environ.get("MLFLOW_TRACKING_URI") or files)
 
-        def made() -> str:
+        def create_run() -> str:
             return client.create_run(experiment_of(client, self.experiment), run_name=run.title).info.run_id
 
-        opened = MLflowRun(client, run.kept_id("mlflow", made))
+        opened = MLflowRun(client, run.kept_id("mlflow", create_run))
         opened.begin(run.config)
         return opened
 
@@ -64,7 +64,7 @@ class MLflowRun:
         """Log each key of the configuration, and all of it as a file, because a logged parameter cannot change."""
         self._client.update_run(self._id, status="RUNNING")
         told = self._client.get_run(self._id).data.params
-        named = {_allowed(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(config)}
+        named = {_allowed_name(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(config)}
         params = [self._entities.Param(key, value) for key, value in named.items() if key not in told]
         for start in range(0, len(params), _PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_ONCE])
@@ -73,7 +73,9 @@ class MLflowRun:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log one value of each metric. MLflow allows no `@` in a name: `pass@4` becomes `pass_at_4`."""
         now_ms = int(time.time() * 1000)
-        metrics = [self._entities.Metric(_allowed(name), float(value), now_ms, step) for name, value in values.items()]
+        metrics = [
+            self._entities.Metric(_allowed_name(name), float(value), now_ms, step) for name, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
@@ -83,7 +85,7 @@ class MLflowRun:
 
     def alert(self, alert: AlertRaised) -> None:
         """Set the tag `alert.NAME` to the newest sentence."""
-        self._client.set_tag(self._id, f"alert.{_allowed(alert.alert)}", f"step {alert.step}: {alert.sentence}")
+        self._client.set_tag(self._id, f"alert.{_allowed_name(alert.alert)}", f"step {alert.step}: {alert.sentence}")
 
     def close(self, reason: EndReason) -> None:
         """Mark the run as finished, killed or failed."""
@@ -103,5 +105,5 @@ def experiment_of(client: _Client, name: str) -> str:
         raise
 
 
-def _allowed(name: str) -> str:
+def _allowed_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))

@@ -41,7 +41,7 @@ class EventFile:
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._event, self._summary = _generated("event"), _generated("summary").Summary
+        self._event, self._summary = _proto_module("event"), _proto_module("summary").Summary
         self._records = RecordWriter((folder / name).open("wb"))
         self._names: set[str] = set()
         self._write(file_version="brain.Event:2")
@@ -70,11 +70,11 @@ class EventFile:
         """Write a table of texts, each shown verbatim as a code block, not as Markdown."""
         from tensorboard.plugins.text.metadata import create_summary_metadata
 
-        shape = _generated("tensor_shape").TensorShapeProto
+        shape = _proto_module("tensor_shape").TensorShapeProto
         cells = ["\n".join(f"    {line}" for line in cell.splitlines()).encode() for row in rows for cell in row]
         dims = [shape.Dim(size=len(rows)), shape.Dim(size=len(rows[0]))]
-        kind = _generated("types").DT_STRING
-        tensor = _generated("tensor").TensorProto(dtype=kind, string_val=cells, tensor_shape=shape(dim=dims))
+        kind = _proto_module("types").DT_STRING
+        tensor = _proto_module("tensor").TensorProto(dtype=kind, string_val=cells, tensor_shape=shape(dim=dims))
         metadata = create_summary_metadata(display_name=tag, description="")
         self._summarise(step, [self._summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
 
@@ -94,5 +94,5 @@ def _meaning(name: str) -> _Message:
     return create_summary_metadata(display_name="", description=metric.meaning if metric else "")
 
 
-def _generated(name: str) -> ModuleType:
+def _proto_module(name: str) -> ModuleType:
     return import_module(f"tensorboard.compat.proto.{name}_pb2")

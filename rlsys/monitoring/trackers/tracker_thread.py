@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from rlsys.errors import DataError
 from rlsys.monitoring.events import AlertRaised, EvalDone, Event, RolloutsWritten, RunEnded, RunStarted, StepDone
-from rlsys.monitoring.metric_catalog import renamed
+from rlsys.monitoring.metric_catalog import rename_metrics
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, Tracker, TrackerPlugin
 from rlsys.util.printing import printable
 
@@ -48,7 +48,7 @@ class InThread:
         self._is_off = False
         self._has_told_of_table = False
         self._ended_s: float | None = None
-        self._thread = threading.Thread(target=self._guarded, name=f"tracker-{self._name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_feed, name=f"tracker-{self._name}", daemon=True)
         self._thread.start()
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -78,7 +78,7 @@ class InThread:
         elif self._num_lost and not self._is_off:
             self._tell(f"lost {self._num_lost} events: it did not keep up")
 
-    def _guarded(self) -> None:
+    def _run_feed(self) -> None:
         try:
             self._feed()
         except BaseException as error:  # noqa: BLE001  (the boundary between training and trackers)
@@ -111,7 +111,7 @@ class InThread:
     def _call(self, event: Event, tracker: Tracker) -> None:
         match event:
             case StepDone() | EvalDone():
-                tracker.metrics(event.step, renamed(event.metrics, self._plugin.name_set))
+                tracker.metrics(event.step, rename_metrics(event.metrics, self._plugin.name_set))
             case RolloutsWritten():
                 if (rows := self._rows(event)) is not None:
                     tracker.rollouts(event.step, rows)
@@ -124,7 +124,7 @@ class InThread:
         """Table of a step; None if the tracker wants none, or the file cannot be read."""
         most = self._plugin.num_rows(written.step)
         try:
-            return sampled(Path(written.path), most) if most else None
+            return sample_rows(Path(written.path), most) if most else None
         except (OSError, DataError) as error:
             if not self._has_told_of_table:
                 self._has_told_of_table = True
@@ -135,7 +135,7 @@ class InThread:
         sys.stderr.write(printable(f"rlsys: the tracker {self._name} {what}\n"))
 
 
-def sampled(path: Path, most: int) -> list[RolloutRow]:
+def sample_rows(path: Path, most: int) -> list[RolloutRow]:
     """Sample at most `most` episodes of a file of rollouts, evenly from the lowest reward to the highest.
 
     Episodes without a reward come first. Raises `OSError`, and `DataError` for a file that has no rollouts.

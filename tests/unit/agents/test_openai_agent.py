@@ -17,7 +17,7 @@ import pytest
 from rlsys.agents.agent import Policy
 from rlsys.agents.workflow import play_or_fail
 from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
-from rlsys.testing import ScriptedPolicy, played
+from rlsys.testing import ScriptedPolicy, play_scripted
 from rlsys.types import POLICY, Distribution, Message, Task, Trajectory, Turn
 from rlsys.workflows.openai_agent import OpenAIAgent
 from tests.gateways import FailingPolicy, PickyPolicy
@@ -33,7 +33,7 @@ def agent(name: str, *, deadline_s: float = 20, max_turns: int = 64) -> OpenAIAg
 
 
 def said_by(workflow: OpenAIAgent, reply: Callable[[str], str] | Policy = lambda prompt: "five") -> Trajectory:
-    (trajectory,) = played(workflow, TASK, reply).trajectories
+    (trajectory,) = play_scripted(workflow, TASK, reply).trajectories
     return trajectory
 
 
@@ -76,21 +76,21 @@ def test_who_never_spoke_is_no_part_of_the_episode():
 
 
 def test_the_last_reply_is_scored_with_tools_or_without():
-    episode = played(agent("concluding"), TASK, lambda prompt: "found\n")
+    episode = play_scripted(agent("concluding"), TASK, lambda prompt: "found\n")
     root, aside = episode.trajectories
     assert [len(t.turns) for t in (root, aside)] == [2, 1] and "conclude" in text_of(root.turns[-1])
     assert (root.parent, aside.parent) == (None, 0)
 
 
 def test_the_last_reply_is_scored_whichever_conversation_it_ends():
-    episode = played(agent("summing_up"), TASK, lambda prompt: "five")
+    episode = play_scripted(agent("summing_up"), TASK, lambda prompt: "five")
     assert "sum up: five" in text_of(episode.trajectories[0].turns[-1])
     assert [(t.parent, len(t.turns)) for t in episode.trajectories] == [(None, 1), (0, 2), (1, 1)]
 
 
 @pytest.mark.parametrize("name", ["refused_beside_a_reply", "refused_in_a_group"])
 def test_a_refusal_raised_by_the_agent_truncates_the_episode(name: str):
-    episode = played(agent(name), TASK, PickyPolicy(lambda prompt: "five"))
+    episode = play_scripted(agent(name), TASK, PickyPolicy(lambda prompt: "five"))
     assert episode.trajectories[0].outcome.kind == "truncated"
 
 
@@ -191,7 +191,7 @@ def test_a_prompt_of_messages_is_its_input_as_json():
     program = 'import json, sys; sys.exit(0 if json.load(sys.stdin) == [{"role": "user", "content": "hi"}] else 3)'
     task = Task(id="hi", prompt=(Message(role="user", content="hi"),))
     workflow = OpenAIAgent(command=(sys.executable, "-I", "-S", "-c", program))
-    (trajectory,) = played(workflow, task, lambda prompt: "").trajectories
+    (trajectory,) = play_scripted(workflow, task, lambda prompt: "").trajectories
     assert "exit code" not in trajectory.outcome.reason
 
 
@@ -249,7 +249,7 @@ def test_a_program_that_stops_for_a_while_is_waited_for():
 
 def test_a_prompt_too_long_for_an_argument_fails_the_episode():
     task = Task(id="long", prompt="x" * 200_000)
-    (trajectory,) = played(OpenAIAgent(command=("true", "{prompt}")), task, lambda prompt: "").trajectories
+    (trajectory,) = play_scripted(OpenAIAgent(command=("true", "{prompt}")), task, lambda prompt: "").trajectories
     assert trajectory.outcome.is_failed and "cannot start true: Argument list too long" in trajectory.outcome.reason
 
 

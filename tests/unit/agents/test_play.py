@@ -15,7 +15,7 @@ from rlsys.agents.tool_calls import ToolCall
 from rlsys.agents.tools import Toolbox
 from rlsys.config.plugins import WORKFLOWS
 from rlsys.errors import ConfigError
-from rlsys.testing import ScriptedPolicy, played
+from rlsys.testing import ScriptedPolicy, play_scripted
 from rlsys.types import TRUNCATED, Distribution, Json, Message, OutcomeKind, Prompt, Task, Trajectory
 from rlsys.workflows.environment_play import EnvironmentPlay
 from tests.call_texts import write_calls
@@ -26,7 +26,7 @@ TASK = Task(id="t", prompt="Guess.")
 
 
 def trajectory(workflow: EnvironmentPlay, reply: Callable[[str], str], task: Task = TASK, seed: int = 1) -> Trajectory:
-    (only,) = played(workflow, task, reply, seed=seed).trajectories
+    (only,) = play_scripted(workflow, task, reply, seed=seed).trajectories
     return only
 
 
@@ -195,7 +195,7 @@ def test_a_cancelled_episode_closes_its_environment():
 
 
 def test_the_timeline_of_an_episode_has_turns_and_steps_in_order():
-    episode = played(play(), TASK, counting(), seed=1)
+    episode = play_scripted(play(), TASK, counting(), seed=1)
     (trajectory,) = episode.trajectories
     turns, steps = ["turn"] * len(trajectory.turns), ["step"] * len(trajectory.turns)
     expected = ["reset", *chain.from_iterable(zip(turns, steps, strict=True)), "close"]
@@ -206,7 +206,7 @@ def test_the_timeline_of_an_episode_has_turns_and_steps_in_order():
 
 def test_a_step_that_hangs_is_in_the_timeline():
     workflow = play("tests.worlds:Broken", args={"what": "step", "how": "hang"}, step_timeout_s=0.05)
-    episode = played(workflow, TASK, lambda prompt: "x")
+    episode = play_scripted(workflow, TASK, lambda prompt: "x")
     (step,) = [span for span in episode.spans if span.name == "step"]
     assert step.seconds >= 0.049
 

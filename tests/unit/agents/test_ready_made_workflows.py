@@ -22,7 +22,7 @@ from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import meta_of, samples_of
 from rlsys.config import Config
 from rlsys.errors import ConfigError, TaskTooLong, ToolError
-from rlsys.testing import ScriptedPolicy, played
+from rlsys.testing import ScriptedPolicy, play_scripted
 from rlsys.types import OK, Episode, Json, Message, OutcomeKind, Score, Task, Trajectory
 from rlsys.workflows.lead_subagents import LeadSubagents
 from rlsys.workflows.parallel_drafts import ANSWER, DISTILL, DRAFT, ParallelDrafts
@@ -30,7 +30,7 @@ from rlsys.workflows.reconfiguring import Reconfiguring
 from rlsys.workflows.research import Research
 from rlsys.workflows.self_play import INVALID, SelfPlay
 from rlsys.workflows.spawn_join import NOTHING, SpawnJoin
-from rlsys.workflows.tool_use import ToolUse, move, opened
+from rlsys.workflows.tool_use import ToolUse, move, opening_messages
 from tests.call_texts import write_calls
 from tests.groups import group
 
@@ -91,8 +91,8 @@ def read(trajectory: Trajectory, turn: int = -1) -> str:
 def test_a_conversation_opens_with_one_system_and_one_user_message():
     prompt = (Message(role="system", content="theirs"), Message(role="user", content="ask"))
     expected = [("system", "ours\n\ntheirs"), ("user", "ask\n\nmore")]
-    assert [(m["role"], m["content"]) for m in opened("ours", prompt, "more")] == expected
-    assert [m["content"] for m in opened("ours", "ask")] == ["ours", "ask"]
+    assert [(m["role"], m["content"]) for m in opening_messages("ours", prompt, "more")] == expected
+    assert [m["content"] for m in opening_messages("ours", "ask")] == ["ours", "ask"]
 
 
 def test_bugs_in_moves_raise_and_wrong_arguments_reach_the_model():
@@ -208,7 +208,7 @@ def test_parallel_tool_calls_are_answered_from_their_results():
             return calls("Let me see.", call("double", number=4), call("double", number=5))
         return "so " + " and ".join(re.findall(r"<tool>(\d+)", prompt))
 
-    (trajectory,) = played(ToolUse(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    (trajectory,) = play_scripted(ToolUse(tools=(f"{HERE}:double",)), TASK, reply).trajectories
     assert said(trajectory)[-1] == "so 8 and 10"
     assert '"name": "double"' in read(trajectory, 0)
     (sample,) = samples_of(trajectory)
@@ -224,13 +224,13 @@ def test_parallel_tool_calls_are_answered_from_their_results():
     ],
 )
 def test_a_wrong_call_is_told_and_the_episode_goes_on(written: str, told: str):
-    answer = played(ToolUse(tools=(f"{HERE}:double",)), TASK, lambda p: "sorry" if told in last(p) else written)
+    answer = play_scripted(ToolUse(tools=(f"{HERE}:double",)), TASK, lambda p: "sorry" if told in last(p) else written)
     assert (said(answer.trajectories[0]), answer.trajectories[0].outcome) == ([written, "sorry"], OK)
 
 
 def test_an_agent_that_never_stops_is_truncated():
     workflow = ToolUse(tools=(f"{HERE}:double",), max_turns=3)
-    (endless,) = played(workflow, TASK, lambda p: call("double", number=1)).trajectories
+    (endless,) = play_scripted(workflow, TASK, lambda p: call("double", number=1)).trajectories
     assert (len(endless.turns), endless.outcome.kind) == (3, TRUNCATED)
 
 
@@ -266,7 +266,7 @@ def test_a_lead_reads_only_the_answers_of_its_subagents():
             return lead_of("a", "b")(prompt) if "You lead" in prompt else "eight"
         return call("double", number=4)
 
-    lead, *subagents = played(LeadSubagents(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    lead, *subagents = play_scripted(LeadSubagents(tools=(f"{HERE}:double",)), TASK, reply).trajectories
     assert [(sub.agent, sub.parent, said(sub)[-1]) for sub in subagents] == [("subagent", 0, "eight")] * 2
     assert said(lead)[-1] == "done"
     assert last(read(lead)) == "Subagent 1: eight\n\nSubagent 2: eight"
@@ -283,14 +283,14 @@ def test_subagents_above_the_last_level_delegate_as_the_lead_does():
             return call("delegate", tasks=["upper"])
         return call("delegate", tasks=["a", "b"]) if "upper" in prompt else asked.upper()
 
-    deep = played(LeadSubagents(max_depth=2), TASK, reply)
+    deep = play_scripted(LeadSubagents(max_depth=2), TASK, reply)
     assert [(t.agent, t.parent, said(t)[-1]) for t in deep.trajectories] == [
         ("lead", None, "both: both:"),
         ("subagent", 0, "both: A"),
         ("subagent", 1, "A"),
         ("subagent", 1, "B"),
     ]
-    flat = played(LeadSubagents(), TASK, reply)
+    flat = play_scripted(LeadSubagents(), TASK, reply)
     assert [(t.agent, t.parent) for t in flat.trajectories] == [("lead", None), ("subagent", 0)]
     assert said(flat.trajectories[0])[-1] == "both: failed:"
 
@@ -310,7 +310,7 @@ class TogetherOnly(ScriptedPolicy):
 
 @pytest.mark.timeout(10)
 def test_subagents_run_concurrently():
-    episode = played(LeadSubagents(), TASK, TogetherOnly(lead_of("a", "b")))
+    episode = play_scripted(LeadSubagents(), TASK, TogetherOnly(lead_of("a", "b")))
     assert [said(t)[-1] for t in episode.trajectories] == ["done", "A", "B"]
 
 
@@ -320,7 +320,7 @@ def test_thoughts_of_subagents_stay_hidden_and_run_no_calls():
             return lead_of("a")(prompt)
         return f"<think>perhaps {call('breaks', why='it was only thought of')}</think>\n\neight"
 
-    lead, subagent = played(LeadSubagents(tools=(f"{HERE}:breaks",)), TASK, reply).trajectories
+    lead, subagent = play_scripted(LeadSubagents(tools=(f"{HERE}:breaks",)), TASK, reply).trajectories
     assert last(read(lead)) == "Subagent 1: eight"
     assert (len(subagent.turns), subagent.outcome) == (1, OK)
 
@@ -331,7 +331,7 @@ def test_limits_of_subagents_are_told_to_the_lead():
             return "ok"
         return "done" if prompt.count("<assistant>") == 3 else call("delegate", tasks=["a", "b", "c"])
 
-    episode = played(LeadSubagents(max_subagents=2, max_subagents_in_all=3), TASK, lead)
+    episode = play_scripted(LeadSubagents(max_subagents=2, max_subagents_in_all=3), TASK, lead)
     assert len(episode.trajectories) == 4
     told = re.findall(r"Subagent \d: (\w+)", read(episode.trajectories[0]))
     assert told == ["ok", "ok", "refused", "ok", "refused", "refused"]
@@ -343,7 +343,7 @@ def test_a_subagent_with_broken_tools_fails_alone():
             return call("breaks", why="unplugged")
         return lead_of("bad", "good")(prompt)
 
-    episode = played(LeadSubagents(tools=(f"{HERE}:breaks",)), TASK, reply)
+    episode = play_scripted(LeadSubagents(tools=(f"{HERE}:breaks",)), TASK, reply)
     lead, bad, good = episode.trajectories
     assert (lead.outcome, good.outcome) == (OK, OK)
     assert bad.outcome.is_failed and "the server is gone: unplugged" in bad.outcome.reason
@@ -357,7 +357,7 @@ def test_an_endless_subagent_is_truncated_and_reported_to_the_lead():
         return lead_of("x")(prompt) if "You lead" in prompt else call("double", number=1)
 
     workflow = LeadSubagents(tools=(f"{HERE}:double",), max_subagent_turns=2)
-    lead, endless = played(workflow, TASK, reply).trajectories
+    lead, endless = play_scripted(workflow, TASK, reply).trajectories
     assert (len(endless.turns), endless.outcome.kind, lead.outcome) == (2, TRUNCATED, OK)
     assert "failed: it ran out" in last(read(lead))
 
@@ -366,7 +366,7 @@ def test_a_lead_that_never_stops_is_truncated():
     def reply(prompt: str) -> str:
         return call("delegate", tasks=["again"]) if "You lead" in prompt else "ok"
 
-    lead, *_ = played(LeadSubagents(max_lead_turns=3), TASK, reply).trajectories
+    lead, *_ = play_scripted(LeadSubagents(max_lead_turns=3), TASK, reply).trajectories
     assert (len(lead.turns), lead.outcome.kind) == (3, TRUNCATED)
 
 
@@ -380,7 +380,7 @@ class Overflows(ScriptedPolicy):
 
 
 def test_an_overlong_subtask_is_reported_to_the_lead():
-    lead, long, _ = played(LeadSubagents(), TASK, Overflows(lead_of("long", "short"))).trajectories
+    lead, long, _ = play_scripted(LeadSubagents(), TASK, Overflows(lead_of("long", "short"))).trajectories
     assert (lead.outcome, long.outcome.kind, long.turns) == (OK, TRUNCATED, ())
     assert last(read(lead)) == "Subagent 1: failed: it ran out of turns or room\n\nSubagent 2: SHORT"
 
@@ -393,7 +393,7 @@ class Buggy(LeadSubagents):
 
 def test_a_bug_in_a_subclass_is_raised():
     with pytest.raises(KeyError, match="a bug of the author's"):
-        played(Buggy(), TASK, lead_of("a"))
+        play_scripted(Buggy(), TASK, lead_of("a"))
 
 
 # ------------------------------------------------------------------------------------------------- weights (WideSeek)
@@ -413,7 +413,7 @@ def token_weights(*episodes: Episode) -> dict[tuple[int, int], float]:
 
 
 def test_agents_of_an_episode_share_its_weight_equally():
-    narrow, wide = (played(LeadSubagents(), TASK, lead_of(*tasks)) for tasks in ("a", ("bcd", "ef", "g")))
+    narrow, wide = (play_scripted(LeadSubagents(), TASK, lead_of(*tasks)) for tasks in ("a", ("bcd", "ef", "g")))
     weights = token_weights(narrow, wide)
     assert sum(share for (e, _), share in weights.items() if e == 0) == pytest.approx(1 / 2)
     assert [weights[1, t] for t in range(4)] == pytest.approx([1 / 8] * 4)
@@ -421,7 +421,7 @@ def test_agents_of_an_episode_share_its_weight_equally():
 
 def test_one_more_subagent_scales_the_other_weights_by_count():
     def one(*tasks: str) -> dict[tuple[int, int], float]:
-        return token_weights(played(LeadSubagents(), TASK, lead_of(*tasks)))
+        return token_weights(play_scripted(LeadSubagents(), TASK, lead_of(*tasks)))
 
     before, after = one("abc", "de"), one("abc", "de", "de")
     for place, weight in before.items():
@@ -445,7 +445,7 @@ def parent_of(*contexts: str) -> Callable[[str], str]:
 
 
 def test_a_parent_reads_only_the_texts_its_children_join():
-    parent, *children = played(SpawnJoin(), TASK, parent_of("x", "y")).trajectories
+    parent, *children = play_scripted(SpawnJoin(), TASK, parent_of("x", "y")).trajectories
     assert [(child.agent, child.parent) for child in children] == [("child", 0), ("child", 0)]
     assert last(read(parent)) == "Child 1: found x\n\nChild 2: found y"
     assert read(parent).startswith(read(parent, 0) + said(parent)[0])
@@ -462,14 +462,14 @@ def test_a_child_that_never_joins_returns_nothing():
             return "I keep it to myself"
         return call("join", text="here") if "good" in prompt else call("no", such="tool")
 
-    parent, silent, endless, good = played(SpawnJoin(max_child_turns=2), TASK, reply).trajectories
+    parent, silent, endless, good = play_scripted(SpawnJoin(max_child_turns=2), TASK, reply).trajectories
     assert last(read(parent)) == f"Child 1: {NOTHING}\n\nChild 2: {NOTHING}\n\nChild 3: here"
     assert [len(child.turns) for child in (silent, endless, good)] == [1, 2, 1]
     assert [child.outcome.kind for child in (silent, endless, good)] == ["ok", TRUNCATED, "ok"]
 
 
 def test_contexts_beyond_the_limit_are_refused():
-    parent, *children = played(SpawnJoin(max_children=1), TASK, parent_of("x", "y")).trajectories
+    parent, *children = play_scripted(SpawnJoin(max_children=1), TASK, parent_of("x", "y")).trajectories
     assert len(children) == 1
     assert "Child 2: (refused: at most 1 children at once)" in read(parent)
 
@@ -494,7 +494,7 @@ class Told(SpawnJoin):
 
 def test_the_critical_path_counts_the_longest_child_per_spawn():
     script = {"P=": "a|bbb", "Ca=": "a", "Cbbb=": "bb", "Cbb=": "b"}
-    episode = played(Told(), TASK, lambda prompt: script.get(prompt, "end"))
+    episode = play_scripted(Told(), TASK, lambda prompt: script.get(prompt, "end"))
     parent, *children = episode.trajectories
     assert said(parent) == ["a|bbb", "end"] and read(parent) == "P=a|bbb>a|b"
     assert [said(child) for child in children] == [["a"], ["bb"], ["a"], ["b"]]
@@ -511,7 +511,7 @@ def test_calls_of_all_agents_are_counted():
             return lead_of("a", "b")(prompt) if "You lead" in prompt else "eight"
         return calls(call("double", number=4), call("double", number=5))
 
-    episode = played(LeadSubagents(tools=(f"{HERE}:double",)), TASK, reply)
+    episode = play_scripted(LeadSubagents(tools=(f"{HERE}:double",)), TASK, reply)
     assert meta_of((episode,))[0].num_tool_calls == 1 + 2 * 2
 
 
@@ -534,7 +534,7 @@ def test_drafts_think_alone_and_the_answer_reads_them_all():
         seen.append(prompt)
         return f"draft{len(seen)}" if len(seen) <= 3 else "42"
 
-    episode = played(ParallelDrafts(num_drafts=3), TASK, reply)
+    episode = play_scripted(ParallelDrafts(num_drafts=3), TASK, reply)
     root, *drafts = episode.trajectories
     assert [said(draft) for draft in drafts] == [["draft1"], ["draft2"], ["draft3"]] and said(root) == ["42"]
     assert all("draft" not in prompt.replace(DRAFT, "") for prompt in seen[:3])
@@ -549,7 +549,7 @@ def test_a_distiller_keeps_the_notes_of_all_rounds_small():
         seen.append(prompt)
         return "n" * 99 if DISTILL in prompt else "attempt" if DRAFT in prompt else "42"
 
-    episode = played(ParallelDrafts(num_drafts=2, num_rounds=2, distills=True, max_note_chars=10), TASK, reply)
+    episode = play_scripted(ParallelDrafts(num_drafts=2, num_rounds=2, distills=True, max_note_chars=10), TASK, reply)
     assert [t.agent for t in episode.trajectories] == ["policy", *2 * ["draft", "draft", "distiller"]]
     second, last = seen[3], seen[-1]
     assert all(f"Notes:\n{'n' * 10}" in prompt and "n" * 11 not in prompt for prompt in (second, last))
@@ -566,7 +566,7 @@ def test_a_stopped_draft_is_left_out_of_the_notes():
             raise AgentStopped
         return "ok"
 
-    episode = played(ParallelDrafts(num_drafts=2), TASK, reply)
+    episode = play_scripted(ParallelDrafts(num_drafts=2), TASK, reply)
     assert "Attempt 2: ok" in seen[-1] and "Attempt 1" not in seen[-1]
     assert len(episode.trajectories) == 3
 
@@ -578,7 +578,7 @@ def test_what_a_draft_said_up_to_its_limit_is_in_the_notes():
         seen.append(prompt)
         return "far too long" if len(seen) == 1 else "ok"
 
-    episode = played(ParallelDrafts(num_drafts=2, max_episode_tokens=12), TASK, reply)
+    episode = play_scripted(ParallelDrafts(num_drafts=2, max_episode_tokens=12), TASK, reply)
     assert "Attempt 1: far to\n\nAttempt 2: ok" in seen[-1]
     assert episode.trajectories[1].outcome.kind == TRUNCATED
 
@@ -598,7 +598,7 @@ def rounds_of(number: int) -> Callable[[str], str]:
 
 
 def test_research_rounds_start_from_question_report_and_last_result():
-    (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(3)).trajectories
+    (trajectory,) = play_scripted(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(3)).trajectories
     assert [len([*samples_of(trajectory)]), len(trajectory.turns)] == [3, 3]
     third = read(trajectory, 2)
     assert "the riddle" in third and "Your report so far:\nnote note\n" in third
@@ -611,7 +611,7 @@ def test_the_workspace_does_not_grow_with_the_rounds():
         return "<report>" + "x" * 500 + "</report>" + call("double", number=1)
 
     workflow = Research(tools=(f"{HERE}:double",), max_rounds=20, max_report_chars=100)
-    (trajectory,) = played(workflow, TASK, reply).trajectories
+    (trajectory,) = play_scripted(workflow, TASK, reply).trajectories
     lengths = [len(turn.prompt_ids) for turn in trajectory.turns]
     assert len(lengths) == 20 and len({*lengths[1:]}) == 1
     assert "x" * 100 in read(trajectory) and "x" * 101 not in read(trajectory)
@@ -624,13 +624,13 @@ def test_a_round_without_a_report_keeps_the_one_before():
             return "done" if prompt.count("4") else call("double", number=2)
         return "<report>known</report>" + call("double", number=1)
 
-    (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    (trajectory,) = play_scripted(Research(tools=(f"{HERE}:double",)), TASK, reply).trajectories
     assert len(trajectory.turns) == 3 and "Your report so far:\nknown\n" in read(trajectory)
 
 
 def test_first_rounds_of_shorter_successes_have_larger_advantages():
     def scored(number: int, reward: float) -> Episode:
-        (trajectory,) = played(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(number)).trajectories
+        (trajectory,) = play_scripted(Research(tools=(f"{HERE}:double",)), TASK, rounds_of(number)).trajectories
         return Episode((Trajectory("policy", trajectory.turns, OK, reward),))
 
     step = group(0, episodes=meta_of((scored(4, 1.0), scored(2, 1.0), scored(3, 0.0))))
@@ -656,7 +656,7 @@ def stages(mode: str) -> Callable[[str], str]:
 
 @pytest.mark.parametrize(("mode", "num_samples"), [("basic", 1), ("truncation", 2)])
 def test_the_next_stage_begins_with_the_new_configuration(mode: str, num_samples: int):
-    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, stages(mode)).trajectories
+    (trajectory,) = play_scripted(Reconfiguring(tools=(f"{HERE}:double",)), TASK, stages(mode)).trajectories
     assert len([*samples_of(trajectory)]) == num_samples
     final = read(trajectory)
     assert "the riddle" in final and "Knowledge: it is 42\nTools: reconfigure, terminate" in final
@@ -677,7 +677,7 @@ def test_a_stage_has_its_tools_in_new_and_continued_contexts():
         return call("reconfigure", sub_goal="s", strategy="s", tools=tools, knowledge="k", mode=mode)
 
     workflow = Reconfiguring(tools=(f"{HERE}:double", f"{HERE}:halve"))
-    (trajectory,) = played(workflow, TASK, reply).trajectories
+    (trajectory,) = play_scripted(workflow, TASK, reply).trajectories
     assert [text.count('"name": "double"') for text in asked] == [1, 1, 1]
     assert [text.count('"name": "halve"') for text in asked] == [1, 0, 1]
     assert len([*samples_of(trajectory)]) == 2, "the third stage goes on from the tokens of the second"
@@ -689,7 +689,7 @@ def test_a_tool_named_like_a_move_is_refused():
 
 
 def test_all_stages_share_one_label():
-    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, stages("truncation")).trajectories
+    (trajectory,) = play_scripted(Reconfiguring(tools=(f"{HERE}:double",)), TASK, stages("truncation")).trajectories
     labelled = Episode((Trajectory("policy", trajectory.turns, OK, 1.0),))
     (assigned,) = KTO().advantages(group(0, episodes=meta_of((labelled,))))
     assert (assigned.advantage, assigned.sample) == (1.0, None)
@@ -703,7 +703,7 @@ def test_a_stage_runs_only_the_tools_it_chose():
             return call("double", number=1)
         return stages("truncation")(prompt)
 
-    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    (trajectory,) = play_scripted(Reconfiguring(tools=(f"{HERE}:double",)), TASK, reply).trajectories
     assert (said(trajectory)[-1], trajectory.outcome) == ("I see", OK)
 
 
@@ -712,7 +712,7 @@ def test_reconfiguring_with_an_unknown_tool_is_refused():
         wrong = call("reconfigure", sub_goal="s", strategy="s", tools=["magic"], knowledge="k", mode="truncation")
         return "done" if "There are no tools magic; there are double" in last(prompt) else wrong
 
-    (trajectory,) = played(Reconfiguring(tools=(f"{HERE}:double",)), TASK, reply).trajectories
+    (trajectory,) = play_scripted(Reconfiguring(tools=(f"{HERE}:double",)), TASK, reply).trajectories
     assert len(trajectory.turns) == 2 and "Sub-goal: Solve the task." in read(trajectory)
 
 
@@ -720,7 +720,7 @@ def test_an_agent_that_only_reconfigures_is_truncated():
     def reply(prompt: str) -> str:
         return call("reconfigure", sub_goal="s", strategy="s", tools=[], knowledge="k", mode="truncation")
 
-    (trajectory,) = played(Reconfiguring(tools=(), max_turns=5), TASK, reply).trajectories
+    (trajectory,) = play_scripted(Reconfiguring(tools=(), max_turns=5), TASK, reply).trajectories
     assert (len(trajectory.turns), trajectory.outcome.kind) == (5, TRUNCATED)
 
 
@@ -746,7 +746,9 @@ class Solvers(ScriptedPolicy):
 
 @pytest.mark.parametrize(("attempts", "learnable"), [(1, 0.0), (2, 1.0), (3, 2 / 3), (4, 1.0)])
 def test_solvers_are_rewarded_for_correctness_and_proposers_for_learnability(attempts, learnable):
-    proposer, *solvers = played(SelfPlay(judge=f"{HERE}:is_even", attempts=attempts), TASK, Solvers()).trajectories
+    proposer, *solvers = play_scripted(
+        SelfPlay(judge=f"{HERE}:is_even", attempts=attempts), TASK, Solvers()
+    ).trajectories
     assert [solver.reward for solver in solvers] == [float(n % 2 == 0) for n in range(1, attempts + 1)]
     assert proposer.reward == pytest.approx(learnable)
     assert all("Say an even number." in read(s) and "the riddle" not in read(s) for s in solvers)
@@ -754,7 +756,7 @@ def test_solvers_are_rewarded_for_correctness_and_proposers_for_learnability(att
 
 @pytest.mark.parametrize("proposal", ["no task at all", "<task> </task>", "<task>not closed"])
 def test_a_proposal_without_a_task_earns_the_lowest_reward(proposal: str):
-    episode = played(SelfPlay(judge=f"{HERE}:is_even"), TASK, Solvers(proposal=proposal))
+    episode = play_scripted(SelfPlay(judge=f"{HERE}:is_even"), TASK, Solvers(proposal=proposal))
     assert [t.reward for t in episode.trajectories] == [INVALID]
 
 
@@ -779,7 +781,7 @@ class SomeStop(SelfPlay):
 
 def test_stopped_solvers_are_wrong_and_broken_ones_count_for_nothing():
     workflow = SomeStop(judge=f"{HERE}:is_even", attempts=4)
-    proposer, stopped, broken, *others = played(workflow, TASK, Solvers()).trajectories
+    proposer, stopped, broken, *others = play_scripted(workflow, TASK, Solvers()).trajectories
     assert stopped.reward == 0.0 and broken.reward is None and broken.outcome.is_failed
     assert [other.reward for other in others] == [0.0, 1.0]
     assert proposer.reward == pytest.approx(1 - abs(1 - 2 / 3))

@@ -21,7 +21,7 @@ from rlsys.config.plugins import WORKFLOWS
 from rlsys.data.task_file import load_tasks
 from rlsys.errors import ConfigError, DataError, TaskTooLong
 from rlsys.testing import ScriptedPolicy
-from rlsys.testing import played as play
+from rlsys.testing import play_scripted as play
 from rlsys.types import OK, Assignment, Distribution, Episode, Group, GroupKey, Json, Message, Prompt, Task, VersionSpan
 from rlsys.workflows.offline import Demonstrations, Offline
 from tests.models import tiny_sorter

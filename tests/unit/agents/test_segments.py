@@ -8,7 +8,7 @@ import pytest
 
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.batch.samples import samples_of
-from rlsys.testing import FakeRun, ScriptedPolicy, played
+from rlsys.testing import FakeRun, ScriptedPolicy, play_scripted
 from rlsys.types import Episode, Message, Prompt, Task
 from rlsys.workflows.segments import Segments
 
@@ -38,7 +38,7 @@ def thinking(thought: str = THOUGHT, answer: str = "13$") -> Callable[[str], str
 
 def thought(reply: Callable[[str], str], *, has_chat: bool = False, **settings: object) -> Episode:
     chosen: dict[str, object] = {"segment_tokens": 4, "cue": ": ", **settings}
-    return played(Segments(**chosen), TASK, Thinker(reply, has_chat_template=has_chat))  # type: ignore[arg-type]
+    return play_scripted(Segments(**chosen), TASK, Thinker(reply, has_chat_template=has_chat))  # type: ignore[arg-type]
 
 
 def shown(episode: Episode) -> list[str]:
@@ -85,7 +85,7 @@ def test_a_policy_that_ends_its_reply_while_it_thinks_has_answered():
 
 def test_an_evaluation_has_no_probes():
     workflow = Segments(segment_tokens=4, cue=": ").in_evaluation()
-    assert len(played(workflow, TASK, Thinker(thinking())).trajectories) == 1
+    assert len(play_scripted(workflow, TASK, Thinker(thinking())).trajectories) == 1
 
 
 def test_an_opened_thought_is_closed_once():
@@ -97,7 +97,7 @@ def test_an_opened_thought_is_closed_once():
         asked.append(text)
         return "13$" if text.endswith(">: ") else "aa</think>"
 
-    played(Segments(segment_tokens=40, cue=": "), task, Thinker(reply))
+    play_scripted(Segments(segment_tokens=40, cue=": "), task, Thinker(reply))
     assert all(text.count("</think>") <= 1 for text in asked)
 
 
@@ -118,7 +118,7 @@ class ResumesEnded(Workflow):
 )
 def test_only_a_cut_reply_can_be_resumed(workflow, told):
     with pytest.raises(Exception, match=told):
-        played(workflow, TASK, Thinker(lambda prompt: "13$"))
+        play_scripted(workflow, TASK, Thinker(lambda prompt: "13$"))
 
 
 def test_rewards_judge_probes_and_progress_is_trained(tmp_path):

@@ -13,11 +13,11 @@ from rlsys.agents.tool_calls import (
     OPEN,
     Malformed,
     ToolCall,
-    described,
+    describe_tools,
     message_of,
     read_calls,
     spoken,
-    written_out,
+    with_calls_as_text,
 )
 from rlsys.types import Json, Message
 from tests.call_texts import write_calls
@@ -139,7 +139,7 @@ def test_whatever_a_model_says_is_read_and_never_raises(text: str):
     for call in calls:
         if isinstance(call, ToolCall):
             json.dumps([call.name, dict(call.arguments)], ensure_ascii=False).encode()
-    written_out(message_of(text))
+    with_calls_as_text(message_of(text))
 
 
 def test_tool_calls_round_trip_through_the_openai_message_format():
@@ -149,7 +149,7 @@ def test_tool_calls_round_trip_through_the_openai_message_format():
     assert isinstance(call, dict) and isinstance(call["function"], dict)
     assert (call["id"], call["type"], call["function"]["name"]) == ("c_0", "function", "search")
     assert json.loads(str(call["function"]["arguments"])) == QUERY
-    assert read_calls(written_out(message)["content"]) == read_calls(f"Look.\n{SEARCH}")
+    assert read_calls(with_calls_as_text(message)["content"]) == read_calls(f"Look.\n{SEARCH}")
 
 
 @pytest.mark.parametrize("text", ["no calls", f"{OPEN}oops", f"{SEARCH}{OPEN}oops"])
@@ -158,7 +158,7 @@ def test_a_reply_of_which_something_cannot_be_read_stays_text(text: str):
 
 
 def test_the_description_of_tools_shows_the_form_that_is_read():
-    text = described([{"type": "function", "function": {"name": "search"}}])
+    text = describe_tools([{"type": "function", "function": {"name": "search"}}])
     assert '{"type": "function", "function": {"name": "search"}}' in text
     shown = text[text.index(OPEN) :].replace("<function-name>", '"f"').replace("<arguments-object>", "{}")
     assert read_calls(shown)[1] == (ToolCall("f", {}, "call_0"),)

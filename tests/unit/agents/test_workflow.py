@@ -12,7 +12,7 @@ import pytest
 from rlsys.agents.workflow import BudgetSpent, Session, SingleTurn, Workflow, play, play_or_fail
 from rlsys.config.plugins import WORKFLOWS
 from rlsys.errors import ConfigError, DataError, ToolError, WorkerDied, WorkflowError
-from rlsys.testing import ScriptedPolicy, played
+from rlsys.testing import ScriptedPolicy, play_scripted
 from rlsys.types import OK, TRUNCATED, Episode, Outcome, Task, Trajectory, failed
 
 TASK = Task(id="t", prompt="2+3?", answer="5")
@@ -37,7 +37,7 @@ def outcome_of(episode: Episode) -> Outcome:
 
 def test_a_text_prompt_is_fed_as_it_is():
     policy = ScriptedPolicy(lambda prompt: "5")
-    (trajectory,) = played(SingleTurn(), TASK, policy).trajectories
+    (trajectory,) = play_scripted(SingleTurn(), TASK, policy).trajectories
     (turn,) = trajectory.turns
     assert policy.asked[0][0] == "2+3?"
     assert trajectory == Trajectory("policy", (turn,), OK, None, None, "policy")
@@ -68,7 +68,7 @@ def test_a_workflow_without_a_run_says_so():
         pass
 
     with pytest.raises(NotImplementedError, match="Empty plays nothing: implement `run`"):
-        played(Empty(), TASK, ScriptedPolicy())
+        play_scripted(Empty(), TASK, ScriptedPolicy())
 
 
 def test_an_episode_without_agents_is_a_workflow_bug():
@@ -77,7 +77,7 @@ def test_an_episode_without_agents_is_a_workflow_bug():
             pass
 
     with pytest.raises(ValueError, match=r"made no agent: call session\.agent"):
-        played(Silent(), TASK, ScriptedPolicy())
+        play_scripted(Silent(), TASK, ScriptedPolicy())
 
 
 # ------------------------------------------------------------------------------------------------------------- budgets
@@ -85,12 +85,12 @@ def test_an_episode_without_agents_is_a_workflow_bug():
 
 @pytest.mark.parametrize(("num", "turns", "outcome"), [(3, 3, OK), (4, 3, TRUNCATED)])
 def test_an_agent_that_never_stops_ends_the_episode_truncated(num: int, turns: int, outcome: Outcome):
-    episode = played(Chatter(num=num, max_turns=3), TASK, ScriptedPolicy())
+    episode = play_scripted(Chatter(num=num, max_turns=3), TASK, ScriptedPolicy())
     assert (len(episode.trajectories[0].turns), outcome_of(episode)) == (turns, outcome)
 
 
 def test_the_last_turn_is_cut_to_the_episode_token_budget():
-    episode = played(Chatter(num=9, max_episode_tokens=10), TASK, lambda prompt: "four")
+    episode = play_scripted(Chatter(num=9, max_episode_tokens=10), TASK, lambda prompt: "four")
     turns = episode.trajectories[0].turns
     assert [turn.text for turn in turns] == ["four", "four", "fo"]
     assert [turn.sampling.max_new_tokens for turn in turns] == [10, 6, 2]
@@ -105,8 +105,8 @@ def test_tokens_are_counted_over_all_agents_and_turns_for_each():
                 for _ in range(2):
                     await agent.chat("on>")
 
-    assert outcome_of(played(Two(max_turns=2), TASK, lambda prompt: "four")) == OK
-    a, b = played(Two(max_episode_tokens=12), TASK, lambda prompt: "four").trajectories
+    assert outcome_of(play_scripted(Two(max_turns=2), TASK, lambda prompt: "four")) == OK
+    a, b = play_scripted(Two(max_episode_tokens=12), TASK, lambda prompt: "four").trajectories
     assert (len(a.turns), len(b.turns), a.outcome, b.outcome) == (2, 1, TRUNCATED, TRUNCATED)
 
 
@@ -119,7 +119,7 @@ def test_a_workflow_may_go_on_after_a_budget_is_spent():
                 await agent.chat("on>")
             await judge.chat("well?")
 
-    agent, judge = played(Kept(max_turns=1), TASK, ScriptedPolicy()).trajectories
+    agent, judge = play_scripted(Kept(max_turns=1), TASK, ScriptedPolicy()).trajectories
     assert (agent.outcome, judge.outcome, len(judge.turns)) == (TRUNCATED, OK, 1)
 
 
@@ -135,7 +135,7 @@ def test_a_reward_that_is_not_finite_fails_its_trajectory(value: float):
             session.reward(value, helper)
             await lead.chat("go")
 
-    lead, helper = played(GroupScores(), TASK, ScriptedPolicy()).trajectories
+    lead, helper = play_scripted(GroupScores(), TASK, ScriptedPolicy()).trajectories
     assert lead.outcome == OK
     assert helper.outcome == failed(f"the workflow gave agent 'helper' the reward {value}")
 
@@ -148,7 +148,7 @@ def test_a_lost_environment_fails_only_its_episode(speaks_before: bool):
                 await session.agent("policy").chat("go")
             raise ToolError("the server is gone")
 
-    assert outcome_of(played(Gone(), TASK, ScriptedPolicy())) == failed("the server is gone")
+    assert outcome_of(play_scripted(Gone(), TASK, ScriptedPolicy())) == failed("the server is gone")
 
 
 def test_a_dead_worker_is_not_reported_as_a_workflow_bug():
@@ -158,7 +158,7 @@ def test_a_dead_worker_is_not_reported_as_a_workflow_bug():
             raise WorkerDied("rollout-0", "sampling", "gone")
 
     with pytest.raises(WorkerDied):
-        played(Dies(), TASK, ScriptedPolicy())
+        play_scripted(Dies(), TASK, ScriptedPolicy())
 
 
 class Broken(Workflow):

@@ -15,7 +15,7 @@ from algorithms.aepo import AEPO
 from algorithms.policy_gradient import Over
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, SampleMeta, TrajectoryMeta
 from tests.groups import episode, group
 
@@ -37,7 +37,7 @@ def test_the_entropy_stays_in_a_band_with_hysteresis() -> None:
     for entropy in (0.3, 0.6, 0.4, 0.1, 0.4):
         settled = algorithm.finalize_advantages([rewarded(1, 0)], past)
         signs += values(settled.groups)
-        assert undocumented(settled.metrics) == []
+        assert undocumented_names(settled.metrics) == []
         past = {**settled.metrics, "policy/entropy": entropy}
     both, positive = [0.5, -0.5], [1.0, 0.0]
     assert signs == [both, both, positive, positive, both]

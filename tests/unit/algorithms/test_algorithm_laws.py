@@ -24,13 +24,13 @@ from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.plugins import ALGORITHMS
 from rlsys.errors import ConfigError
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, SampleMeta, TrajectoryMeta, VersionSpan, failed
 from tests.groups import group
 from tests.tokens import F64, OneRank, column
 from workers.train.step_data import check_skipped
 
-DEFAULTS: dict[str, Algorithm] = {name: ALGORITHMS.find(name)() for name in ALGORITHMS.installed()}
+DEFAULTS: dict[str, Algorithm] = {name: ALGORITHMS.find(name)() for name in ALGORITHMS.entry_points()}
 FAMILY = {name: algorithm for name, algorithm in DEFAULTS.items() if isinstance(algorithm, PolicyGradient)}
 MASKS = (Geometric(low=0.5, high=2.0), OffPolicyMask(delta=0.1))
 VARIANTS: dict[str, Algorithm] = {
@@ -229,7 +229,7 @@ def test_splits_into_micro_batches_and_ranks_change_no_result(
     for place, gradient in gradients.items():
         assert split_gradients[place] == pytest.approx(gradient, rel=1e-9, abs=1e-12)
     assert split_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-9)
-    assert undocumented(metrics) == []
+    assert undocumented_names(metrics) == []
 
 
 def without_advantage(step: Sequence[Group], which: int) -> list[Group]:

@@ -32,7 +32,7 @@ from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
 from rlsys.algorithm import Aggregation, Algorithm, LossInputs, Ranks
 from rlsys.batch.packing import plan_batch
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, SampleMeta, TrajectoryMeta
 from tests.groups import episode, group
 from tests.tokens import OneRank, column, loss_of, numeric_gradient, tokens
@@ -179,7 +179,7 @@ def test_eapo_trains_a_multiple_of_samples() -> None:
     assert [len(assigned) for assigned in settled.groups] == [4, 5]
     few = EAPO(samples_multiple=100).finalize_advantages(scored, {})
     assert [len(assigned) for assigned in few.groups] == [5, 4]
-    assert undocumented(few.metrics) == []
+    assert undocumented_names(few.metrics) == []
 
 
 # ------------------------------------------------------------------------------------------------------------ presets
@@ -402,7 +402,7 @@ def test_m2po_applies_the_unclipped_ratio_and_the_measured_mask() -> None:
     assert gradient == pytest.approx([-ratio, 1.0, 0.0, 0.0, math.e])
     metrics_N = algorithm.loss(column(at), batch).metrics_N
     assert metrics_N["policy/m2po_masked_frac"].tolist() == [0.0, 0.0, 1.0, 1.0, 0.0]
-    assert undocumented(metrics_N) == []
+    assert undocumented_names(metrics_N) == []
 
 
 def test_dart_trains_the_steps_that_the_policy_was_least_sure_of() -> None:
@@ -416,7 +416,7 @@ def test_dart_trains_the_steps_that_the_policy_was_least_sure_of() -> None:
     assert [g != 0 for g in gradient] == [False] * 2 + [True] * 6 + [False] * 2
     metrics_N = algorithm.loss(column([-s for s in surprisals]), batch).metrics_N
     assert metrics_N["policy/low_entropy_frac"].mean().item() == pytest.approx(0.4)
-    assert undocumented(metrics_N) == []
+    assert undocumented_names(metrics_N) == []
 
 
 def test_all_steps_of_equal_entropy_are_kept_together() -> None:

@@ -24,7 +24,7 @@ from algorithms.corrections import (
 from algorithms.grpo import GRPO
 from rlsys.config import Config
 from rlsys.errors import ConfigError
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from tests.tokens import column, loss_of, tokens
 
 RHO = [2.0, 2.0, 0.4, 8.0]
@@ -54,7 +54,7 @@ def test_factors_by_hand(correction: Correction, weights: list[float], is_touche
     factor = correction.factor(policies())
     assert factor.weights_N.tolist() == pytest.approx(weights)
     assert factor.is_touched_N.tolist() == [bool(touched) for touched in is_touched]
-    assert undocumented([correction.metric]) == []
+    assert undocumented_names([correction.metric]) == []
 
 
 def test_bounds_are_kept() -> None:

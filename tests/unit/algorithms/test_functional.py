@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from algorithms.functional import discounted_sums, is_last, log_ratio, sample_means, sample_sums, sample_totals
-from algorithms.policy_gradient import centred, clipped, dual_floor, left_out
+from algorithms.policy_gradient import centre_rewards, clipped_objective, dual_floor, leave_one_out
 
 
 def test_log_ratios_are_clamped() -> None:
@@ -24,7 +24,7 @@ def test_log_ratios_are_clamped() -> None:
 
 def test_the_clip_takes_the_worse_of_the_two_objectives() -> None:
     ratio_N = tensor([0.5, 0.5, 1.0, 1.5, 1.5], requires_grad=True)
-    result = clipped(ratio_N, tensor([2.0, -2.0, 1.0, 2.0, -2.0]), clip_low=0.2, clip_high=0.28)
+    result = clipped_objective(ratio_N, tensor([2.0, -2.0, 1.0, 2.0, -2.0]), clip_low=0.2, clip_high=0.28)
     assert result.objective_N.tolist() == pytest.approx([1.0, -1.6, 1.0, 2.56, -3.0])
     assert result.is_low_N.tolist() == [False, True, False, False, False]
     assert result.is_high_N.tolist() == [False, False, False, True, False]
@@ -38,15 +38,15 @@ def test_the_floor_of_dual_clip_is_for_negative_advantages_only() -> None:
 
 
 def test_rewards_are_centred_by_hand_numbers() -> None:
-    assert centred([1.0, 0.0, 0.0, 1.0], std_normalize=False) == [0.5, -0.5, -0.5, 0.5]
-    normalised = centred([1.0, 0.0, 0.0, 1.0], std_normalize=True)
+    assert centre_rewards([1.0, 0.0, 0.0, 1.0], std_normalize=False) == [0.5, -0.5, -0.5, 0.5]
+    normalised = centre_rewards([1.0, 0.0, 0.0, 1.0], std_normalize=True)
     assert normalised == pytest.approx([0.5 / (math.sqrt(1 / 3) + 1e-6) * sign for sign in (1, -1, -1, 1)])
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.booleans())
 @example([682.8417088050353] * 3, False)
 def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: bool) -> None:
-    values = centred(rewards, std_normalize=std_normalize)
+    values = centre_rewards(rewards, std_normalize=std_normalize)
     assert sum(values) == pytest.approx(0, abs=1e-6)
     if len(set(rewards)) == 1:
         assert values == [0.0] * len(rewards)
@@ -56,7 +56,7 @@ def test_centred_rewards_sum_to_nothing(rewards: list[float], std_normalize: boo
 def test_leave_one_out_subtracts_the_mean_of_the_other_rewards(rewards: list[float]) -> None:
     others = [sum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i in range(len(rewards))]
     expected = [reward - mean for reward, mean in zip(rewards, others, strict=True)]
-    assert left_out(rewards) == pytest.approx(expected, abs=1e-9)
+    assert leave_one_out(rewards) == pytest.approx(expected, abs=1e-9)
 
 
 def test_samples_are_summed_apart_empty_ones_included_and_with_gradient() -> None:

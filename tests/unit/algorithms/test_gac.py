@@ -16,7 +16,7 @@ from torch import Tensor
 
 from algorithms.gac import GAC, MAX_STEPS, Alignment, Regime
 from rlsys.config.plugins import adapter
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.stabilizer import CHUNK, GradientDecision, alone
 
 ON = GAC(enabled=True, c_low=0.05, c_high=0.7, update_every=1)
@@ -212,7 +212,7 @@ def test_every_metric_is_documented() -> None:
     stabilizer = started(ON, {"w": torch.zeros(2)})
     names = {*steer(stabilizer, 1.0, 0.0)[1].metrics, *stabilizer.correct(Moves(torch.zeros(1), torch.zeros(1)), alone)}
     assert len(names) == 8
-    assert undocumented(names) == []
+    assert undocumented_names(names) == []
 
 
 # ------------------------------------------------------------------------------------------------- what can be missing

@@ -23,7 +23,7 @@ from algorithms.policy_gradient import PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.rloo import RLOO
 from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
 from tests.groups import group as grouped
 from tests.tokens import F64, column, loss_of, tokens
@@ -200,7 +200,7 @@ def test_loss_and_metrics_at_a_later_update_match_known_values(correction: tuple
     assert metrics["policy/clip_frac_high"] == [1.0, 0.0, 0.0]
     assert "policy/kl_ref" not in metrics
     assert not any(value.requires_grad for value in output.metrics_N.values())
-    assert undocumented(metrics) == []
+    assert undocumented_names(metrics) == []
 
 
 PROXIMAL = logs([0.2, 0.2, 0.2, 0.2])

@@ -20,7 +20,7 @@ from rlsys.algorithm import LossInputs, LossOutput, Signal
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in
 from rlsys.batch.tensors import MicroBatch, StepData
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import OK, Distribution, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
 from tests.groups import episode, group
 from tests.models import random_group, random_prompt, random_sample, save_model, tiny_qwen3
@@ -30,7 +30,7 @@ from workers.model.model_loading import load_model
 from workers.train.fsdp import FsdpBackend
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
-from workers.train.step_data import mismatched
+from workers.train.step_data import mismatched_column
 
 Sample = tuple[list[float], float]
 """The log-ratio to the reference of each token, and the weight: negative for an undesirable sample."""
@@ -425,7 +425,9 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     data = StepData(payloads, columns)
     with torch.no_grad():
         mismatches = [
-            mismatched(data, one, plan.partners, lambda b: scorer(b, Distribution())[0], torch.device("cpu")).numpy()
+            mismatched_column(
+                data, one, plan.partners, lambda b: scorer(b, Distribution())[0], torch.device("cpu")
+            ).numpy()
             for one in plan.updates[0]
         ]
     data = data.with_columns({Signal.REFERENCE_MISMATCHED: mismatches})
@@ -435,7 +437,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     assert (first["kto/margin"], first["kto/z0"]) == (pytest.approx(0, abs=1e-5), pytest.approx(0, abs=1e-5))
     assert last["kto/margin"] > 0.1 and last["loss"] < first["loss"]
     assert last["kto/reward_desirable"] > last["kto/reward_undesirable"]
-    assert undocumented([*last, *settled.metrics]) == []
+    assert undocumented_names([*last, *settled.metrics]) == []
 
 
 def test_the_reference_point_does_not_depend_on_micro_batches(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
 from rlsys.algorithm import Signal
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import Group
 from tests.groups import episode, group
 from tests.tokens import column, numeric_gradient, tokens
@@ -77,7 +77,7 @@ def test_the_value_loss_by_hand() -> None:
     )
     plain = PPO(value_clip=None).value_loss(column([0.5, 1.5, 1.1]), batch)
     assert plain.loss_N.tolist() == pytest.approx([1.5**2 / 2, 0.5**2 / 2, 0.9**2 / 2])
-    assert undocumented(output.metrics_N) == []
+    assert undocumented_names(output.metrics_N) == []
 
 
 def test_a_value_loss_without_returns_is_refused() -> None:

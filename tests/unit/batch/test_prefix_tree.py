@@ -12,7 +12,7 @@ from rlsys.algorithm import Aggregation, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.prefix_tree import MIN_SHARED, PrefixRow, num_reused, token_order
 from rlsys.batch.samples import Sample, samples_in
-from rlsys.batch.tensors import packed
+from rlsys.batch.tensors import pack_for_scoring
 from rlsys.types import Episode
 from tests.training import data_of, group_of
 from tests.trees import payloads, trees
@@ -64,5 +64,5 @@ def test_a_plan_counts_the_tokens_of_its_rows(payload: tuple[Episode, ...], max_
     for one in plan.micro_batches:
         assert len(data.micro_batch(one).tokens_R) <= max_tokens or len(one.samples) == 1
     ((whole,),) = plan_batch([group], [every], Aggregation(), num_ranks=1, max_tokens=10**6)[0].updates
-    ((_, scored),) = packed([sample for _, sample in samples_in(payload)], 10**6)
+    ((_, scored),) = pack_for_scoring([sample for _, sample in samples_in(payload)], 10**6)
     assert len(data.micro_batch(whole).tokens_R) == len(scored.tokens_R)

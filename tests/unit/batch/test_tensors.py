@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.algorithm import Aggregation, Signal
 from rlsys.batch.packing import MicroBatchPlan, SampleRef, plan_batch
 from rlsys.batch.samples import Sample, samples_of
-from rlsys.batch.tensors import MicroBatch, StepData, packed
+from rlsys.batch.tensors import MicroBatch, StepData, pack_for_scoring
 from rlsys.types import Distribution, Episode, VersionSpan
 from tests.models import episode_of, tiny_qwen3
 from tests.training import PLAIN, data_of, group_of, random_team
@@ -95,17 +95,17 @@ def test_a_micro_batch_is_built_once_for_all_its_columns() -> None:
 
 
 def test_mismatched_pairs_have_the_first_prompt_of_the_partner() -> None:
-    batch = data_of(PAYLOADS).mismatched(PLAN, [1, 0])
+    batch = data_of(PAYLOADS).mismatched_batch(PLAN, [1, 0])
     assert batch is not None
     assert batch.tokens_R.tolist() == [1, 2, 1, 7, 8, 9, 4, 5]
     assert batch.targets_N.tolist() == [1, 2, 4, 6]
     assert batch.num_trained_S.tolist() == [2, 2]
-    assert data_of(PAYLOADS).mismatched(PLAN, [None, None]) is None
+    assert data_of(PAYLOADS).mismatched_batch(PLAN, [None, None]) is None
 
 
 @pytest.mark.parametrize(("max_tokens", "sizes"), [(1, [1, 1, 1]), (3, [1, 1, 1]), (4, [2, 1]), (7, [2, 1]), (8, [3])])
 def test_packing_for_scoring_counts_a_shared_prompt_once(max_tokens: int, sizes: list[int]) -> None:
-    assert [len(indices) for indices, _ in packed([SHORT, LONG, OTHER], max_tokens)] == sizes
+    assert [len(indices) for indices, _ in pack_for_scoring([SHORT, LONG, OTHER], max_tokens)] == sizes
 
 
 AGGREGATIONS = [Aggregation("tokens"), Aggregation("sequences"), Aggregation("budget", 7), Aggregation("agents")]

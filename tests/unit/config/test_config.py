@@ -522,7 +522,7 @@ def test_the_number_of_keys_is_bounded():
     assert len(keys) <= 120, sorted(keys)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.installed()])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.entry_points()])
 def test_every_installed_plugin_documents_its_keys(kind: PluginKind[Any], name: str):
     alternatives = TypeAdapter(cast("Any", Annotated[Any, kind])).json_schema()["anyOf"]
     (described,) = [s for s in alternatives if s.get("properties", {}).get("type", {}).get("const") == name]

@@ -200,7 +200,7 @@ def exists(key: str) -> bool:
     tree = json.loads((ROOT / "docs" / "config.schema.json").read_text())
     section, _, name = key.partition(".")
     if section == "algorithm" and name != "type":
-        return any(hasattr(ALGORITHMS.find(each)(), name) for each in ALGORITHMS.installed())
+        return any(hasattr(ALGORITHMS.find(each)(), name) for each in ALGORITHMS.entry_points())
     at = tree
     for part in key.split("."):
         options = [at, *at.get("anyOf", [])]

@@ -42,7 +42,7 @@ def test_a_policy_is_the_run_with_what_it_differs_in(tmp_path: Path):
     assert (judge.model.path, solver.model.path) == ("other/model", "some/model")
     assert solver.run_dir == Path("runs/two/policies/solver")
     assert not solver.policies
-    assert list(config.trained) == ["proposer", "solver"]
+    assert list(config.trained_policies) == ["proposer", "solver"]
 
 
 def test_a_policy_differs_in_single_resources(tmp_path: Path):

@@ -151,11 +151,11 @@ def test_paths_are_made_absolute_for_workers() -> None:
     here = Path.cwd()
     model = "{fn: model, args: {path: tests}}"
     listed = f"reward.fn=[{{fn: my.py:x}}, {{fn: pkg.mod:y}}, {{fn: exact}}, {model}]"
-    reward = Config.load([], [*MINIMAL, listed]).reward.rooted()
+    reward = Config.load([], [*MINIMAL, listed]).reward.with_absolute_paths()
     assert [spec.fn for spec in reward.functions] == [f"{here}/my.py:x", "pkg.mod:y", "exact"]
     assert reward.model is not None and reward.model.args["path"] == f"{here}/tests"
-    assert Config.load([], [*MINIMAL, "reward.fn=my.py:x"]).reward.rooted().fn == f"{here}/my.py:x"
-    hub = Config.load([], [*MINIMAL, "reward.fn=[{fn: model, args: {path: org/name}}]"]).reward.rooted()
+    assert Config.load([], [*MINIMAL, "reward.fn=my.py:x"]).reward.with_absolute_paths().fn == f"{here}/my.py:x"
+    hub = Config.load([], [*MINIMAL, "reward.fn=[{fn: model, args: {path: org/name}}]"]).reward.with_absolute_paths()
     assert hub.model is not None and hub.model.args["path"] == "org/name"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from rlsys.launch.doctor import normalised
+from rlsys.launch.doctor import normalise_name
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -40,7 +40,7 @@ def declared(*extras: str) -> set[str]:
     """Normalised names of packages, of the core and of these extras."""
     optional = PROJECT["optional-dependencies"]
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in optional[extra])]
-    return {normalised(Requirement(line).name) for line in lines}
+    return {normalise_name(Requirement(line).name) for line in lines}
 
 
 def undeclared(folder: str, packages: set[str]) -> Iterator[str]:
@@ -50,7 +50,7 @@ def undeclared(folder: str, packages: set[str]) -> Iterator[str]:
         name = path.relative_to(ROOT).as_posix()
         known = OURS | sys.stdlib_module_names | IN_OWN_ENVIRONMENT.get(name, set())
         for module in sorted(imported(path) - known):
-            if not packages & {normalised(package) for package in (module, *provides.get(module, ()))}:
+            if not packages & {normalise_name(package) for package in (module, *provides.get(module, ()))}:
                 yield f"{name} imports {module}"
 
 

@@ -13,7 +13,7 @@ import sys
 import rlsys, rlsys.algorithm, rlsys.batch.packing, rlsys.cli, rlsys.config, rlsys.contracts, rlsys.loop.learner
 import rlsys.types
 from rlsys.config.plugins import KINDS
-plugins = [kind.find(name) for kind in KINDS for name in kind.installed()]
+plugins = [kind.find(name) for kind in KINDS for name in kind.entry_points()]
 print([m for m in ("torch", "ray", "transformers", "vllm") if m in sys.modules])
 print([m for m in sys.modules if m.startswith("workers.")])
 """

@@ -30,7 +30,7 @@ def test_an_array_is_read_like_a_tuple(given: tuple[Any, tuple[Any, ...]], part:
     assert (len(array), list(array), repr(array)) == (len(numbers), list(numbers), repr(numbers))
     assert array[part] == numbers[part] and isinstance(array[part], kind)
     assert [array[i] for i in range(len(numbers))] == list(numbers)
-    assert array + array == numbers + numbers == kind.joined(numbers, array)
+    assert array + array == numbers + numbers == kind.of_parts(numbers, array)
     assert (numbers + array, type(numbers + array)) == (numbers + numbers, tuple)
     assert array != (*numbers, 1) and array != kind((*numbers, 1)) and array != list(numbers)
     assert kind(array) == array and set(map(type, array)) <= {int, float, bool}

@@ -9,11 +9,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from rlsys.config.plugins import KINDS
-from rlsys.launch.doctor import locked, normalised
+from rlsys.launch.doctor import locked_versions, normalise_name
 
 ROOT = Path(__file__).parents[3]
-LOCK = locked((ROOT / "requirements" / "cpu.lock").read_text())
-DEV_LOCK = locked((ROOT / "requirements" / "dev.lock").read_text())
+LOCK = locked_versions((ROOT / "requirements" / "cpu.lock").read_text())
+DEV_LOCK = locked_versions((ROOT / "requirements" / "dev.lock").read_text())
 UV = runpy.run_path(str(ROOT / "requirements" / "uv.py"))
 
 LEFT_OUT = {
@@ -36,8 +36,8 @@ def wanted(name: str) -> Iterator[Requirement]:
 
 
 def test_exactly_the_packages_left_out_on_purpose_are_missing():
-    there = {normalised(d.name) for d in metadata.distributions()}
-    missing = {normalised(r.name) for name in [*LOCK, "rlsys"] for r in wanted(name)} - there
+    there = {normalise_name(d.name) for d in metadata.distributions()}
+    missing = {normalise_name(r.name) for name in [*LOCK, "rlsys"] for r in wanted(name)} - there
     assert missing == LEFT_OUT
 
 
@@ -46,7 +46,7 @@ def test_everything_installed_is_of_a_version_that_the_others_accept():
         f"{name} asks for {requirement}, and {version} is installed"
         for name in [*LOCK, "rlsys"]
         for requirement in wanted(name)
-        if (version := LOCK.get(normalised(requirement.name)))
+        if (version := LOCK.get(normalise_name(requirement.name)))
         and not requirement.specifier.contains(version, prereleases=True)
     ]
     assert wrong == []
@@ -54,16 +54,18 @@ def test_everything_installed_is_of_a_version_that_the_others_accept():
 
 def test_what_is_installed_is_what_the_locks_say():
     site = [sysconfig.get_path("purelib")]  # not what a package brings along and adds to the path
-    there = {normalised(d.name): d.version for d in metadata.distributions(path=site)}
+    there = {normalise_name(d.name): d.version for d in metadata.distributions(path=site)}
     assert {name: there.get(name) for name in LOCK | DEV_LOCK} == LOCK | DEV_LOCK
 
 
 def test_what_rlsys_asks_for_is_in_the_lock():
-    assert {normalised(r.name) for r in wanted("rlsys")} <= LOCK.keys()
+    assert {normalise_name(r.name) for r in wanted("rlsys")} <= LOCK.keys()
 
 
 def test_every_installed_plugin_loads_and_is_one_of_ours():
-    found = {kind.name: {kind.find(name).__module__.partition(".")[0] for name in kind.installed()} for kind in KINDS}
+    found = {
+        kind.name: {kind.find(name).__module__.partition(".")[0] for name in kind.entry_points()} for kind in KINDS
+    }
     ours = {"algorithm": {"algorithms"}, "stabilizer": {"algorithms"}, "workflow": {"rlsys"}}
     assert found == {**ours, "tracker": {"rlsys", "workers"}}
 

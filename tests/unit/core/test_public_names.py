@@ -17,7 +17,7 @@ NAMES = [
 FAKES = [
     "FakeActor", "FakeCritic", "FakePinnedRollouts", "FakeReference", "FakeRelays", "FakeRewards", "FakeRollouts",
     "FakeRun", "FakeWorld", "Fault", "EventRecorder", "RewardAsAdvantage", "ScriptedPolicy", "VirtualLoop",
-    "played", "run_virtual", "tasks",
+    "play_scripted", "run_virtual", "tasks",
 ]  # fmt: skip
 
 

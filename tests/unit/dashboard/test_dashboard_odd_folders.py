@@ -11,7 +11,7 @@ import pytest
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import Answer
 from rlsys.dashboard.index.folders import CONFIG, EVENTS, METRICS, RunFolder
-from rlsys.dashboard.query.configs import changed_at, read_config
+from rlsys.dashboard.query.configs import modification_stamp, read_config
 from rlsys.dashboard.query.queries import MOST_OPENED, Readings
 from rlsys.dashboard.query.run_preview import Glimpse
 from tests.histories import History, Shape, small_run
@@ -60,7 +60,7 @@ def test_an_unreadable_configuration_is_shown_as_text(tmp_path: Path, text: str,
 
 def test_files_deleted_during_a_read_count_as_missing(tmp_path: Path) -> None:
     folder = Vanishing(tmp_path, ".")
-    assert (read_config(folder).text, changed_at(folder)) == ("", (-1, -1))
+    assert (read_config(folder).text, modification_stamp(folder)) == ("", (-1, -1))
     run = small_run(tmp_path / "run")
     glimpse = Glimpse(RunFolder(tmp_path, "run"), run / EVENTS, run / METRICS)
     for name in (EVENTS, METRICS):

@@ -16,7 +16,7 @@ from rlsys.config.changed_keys import changed_keys
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.query.queries import Readings
 from rlsys.dashboard.report.html_report import report_of
-from rlsys.dashboard.report.markup import h, joined, table
+from rlsys.dashboard.report.markup import h, join_html, table
 from rlsys.dashboard.report.plots import plot, short
 from rlsys.dashboard.responses import Series
 from rlsys.monitoring.events import RunEnded, RunStarted, StepDone
@@ -269,5 +269,5 @@ def test_numbers_are_shown_short(value: float | None, shown: str) -> None:
 
 def test_only_what_was_made_as_markup_is_markup() -> None:
     assert h("p", "<b>", h("b", "&"), class_='"') == '<p class="&quot;">&lt;b&gt;<b>&amp;</b></p>'
-    assert joined("<", h("br")) == "&lt;<br>"
+    assert join_html("<", h("br")) == "&lt;<br>"
     assert "<td>&lt;i&gt;</td>" in table(("a",), [("<i>",)])

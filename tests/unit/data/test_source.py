@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.data.task_source import Cursor, TaskSource, permuted
+from rlsys.data.task_source import Cursor, TaskSource, permute_index
 from rlsys.errors import DataError
 from rlsys.types import Task
 
@@ -62,7 +62,7 @@ def test_the_order_never_changes_between_versions() -> None:
 
 
 def test_every_order_of_a_small_set_is_about_equally_likely() -> None:
-    orders = Counter(tuple(permuted(i, 3, seed) for i in range(3)) for seed in range(6000))
+    orders = Counter(tuple(permute_index(i, 3, seed) for i in range(3)) for seed in range(6000))
     assert len(orders) == 6
     assert all(850 < count < 1150 for count in orders.values())
 

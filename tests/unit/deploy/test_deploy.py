@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from rlsys.config import Config
-from rlsys.launch.doctor import locked
+from rlsys.launch.doctor import locked_versions
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -133,7 +133,7 @@ def test_the_rayjob_mounts_its_volumes_and_runs_the_locked_ray(manifest: list[di
         assert {m["name"] for c in pod["containers"] for m in c["volumeMounts"]} == volumes.keys()
         assert volumes["job"]["configMap"]["name"] == config_map["metadata"]["name"]
         assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert cluster["rayVersion"] == locked((ROOT / "requirements" / "cpu.lock").read_text())["ray"]
+    assert cluster["rayVersion"] == locked_versions((ROOT / "requirements" / "cpu.lock").read_text())["ray"]
 
 
 def test_the_network_policy_exposes_only_the_dashboard_beyond_cluster_nodes(

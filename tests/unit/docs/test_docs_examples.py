@@ -13,7 +13,7 @@ import yaml
 import rlsys.testing
 from rlsys.algorithm import Algorithm
 from rlsys.config import Config
-from rlsys.testing import played
+from rlsys.testing import play_scripted
 from rlsys.types import Message, Task
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -99,5 +99,5 @@ def test_the_workflow_shown_lets_its_agent_search() -> None:
     exec(compile(block, "agents.md", "exec"), namespace)
     call = '<tool_call>{"name": "search", "arguments": {"query": "cats", "limit": 1}}</tool_call>'
     task = Task(id="t", prompt=(Message(role="user", content="Which?"),))
-    episode = played(namespace["Ask"](), task, lambda said: "cats it is" if '["cats"]' in said else call)
+    episode = play_scripted(namespace["Ask"](), task, lambda said: "cats it is" if '["cats"]' in said else call)
     assert [turn.text for turn in episode.trajectories[0].turns] == [call, "cats it is"]

@@ -19,7 +19,7 @@ from rlsys.launch.doctor import (
     diagnose,
     ensure_not_shadowed,
     gather,
-    locked,
+    locked_versions,
     ray_token,
     shadowing,
 )
@@ -146,7 +146,7 @@ def test_this_machine_is_inspected_and_its_packages_are_ours():
 
 
 def test_a_lock_is_read_with_normalised_names():
-    assert locked("# head\nruamel.yaml==0.19.1\ntorch==2.13.0+cpu ; x\n") == {
+    assert locked_versions("# head\nruamel.yaml==0.19.1\ntorch==2.13.0+cpu ; x\n") == {
         "ruamel-yaml": "0.19.1",
         "torch": "2.13.0+cpu",
     }

@@ -26,7 +26,7 @@ from examples.study import Result, Trial, append, finished
 from examples.tiny_policy import CHARACTERS, WarmStart, batch_of, build_tokenizer
 from rlsys.batch.samples import samples_of
 from rlsys.config import Config
-from rlsys.testing import played
+from rlsys.testing import play_scripted
 from rlsys.types import Task, Trajectory
 from rlsys.workflows.segments import Segments
 
@@ -68,14 +68,14 @@ def team(split: str, looked_up: Callable[[str, int], str] = lambda letters, n: l
     ],
 )
 def test_a_table_is_worth_what_its_subagents_can_look_up(width: int, split: str, reward: float):
-    lead, *subagents = played(TableFilling(max_subagents=width), TABLE, team(split)).trajectories
+    lead, *subagents = play_scripted(TableFilling(max_subagents=width), TABLE, team(split)).trajectories
     assert lead.reward == pytest.approx(reward)
     assert [sub.reward for sub in subagents] == [None] * len(subagents), "they share their lead's"
     assert len(subagents) <= width
 
 
 def test_what_a_subagent_is_told_is_not_trained():
-    _, first, *_ = played(TableFilling(), TABLE, team("kbqaxe")).trajectories
+    _, first, *_ = play_scripted(TableFilling(), TABLE, team("kbqaxe")).trajectories
     assert said(first) == ["k", "b"]
     assert "".join(map(chr, first.turns[-1].prompt_ids)) == "S|kb=k47;"
     (sample,) = samples_of(first)
@@ -84,7 +84,7 @@ def test_what_a_subagent_is_told_is_not_trained():
 
 
 def test_rows_that_nobody_asked_for_count_against_a_table():
-    assert played(TableFilling(), TABLE, team("kbqaxe", lambda letters, n: "zk"[n])).trajectories[
+    assert play_scripted(TableFilling(), TABLE, team("kbqaxe", lambda letters, n: "zk"[n])).trajectories[
         0
     ].reward == pytest.approx(2 / (2 + 6))
     assert item_f1({"k": "48"}, {"k": "47"}) == 0.0
@@ -120,7 +120,7 @@ GAME = Task(id="g", prompt="5,3,2=16", answer="")
 
 
 def test_children_see_the_values_of_their_expressions_until_a_hit():
-    parent, *children = played(Countdown(), GAME, player("-+", "+*-", "5+3*2")).trajectories
+    parent, *children = play_scripted(Countdown(), GAME, player("-+", "+*-", "5+3*2")).trajectories
     assert [said(child) for child in children] == [["5-3+2", "5-3*2", "5-3-2"], ["5+3+2", "5+3*2"]]
     assert "".join(map(chr, children[0].turns[-1].prompt_ids)) == "C5,3,2=16-5-3+24;5-3*24;"
     assert "".join(map(chr, parent.turns[-1].prompt_ids)) == "P5,3,2=16:-+>5+3*2:"
@@ -128,7 +128,7 @@ def test_children_see_the_values_of_their_expressions_until_a_hit():
 
 
 def test_a_parent_of_children_that_find_nothing_is_told_nothing():
-    parent, *children = played(Countdown(), GAME, player("--+*", "+++", "?")).trajectories
+    parent, *children = play_scripted(Countdown(), GAME, player("--+*", "+++", "?")).trajectories
     assert len(children) == 3
     assert "".join(map(chr, parent.turns[-1].prompt_ids)) == "P5,3,2=16:--+*>:"
     assert solved(said(parent)[-1], str(GAME.prompt)) == 0.0
@@ -239,7 +239,7 @@ def test_research_goes_on_from_its_report_alone():
         seen.append(prompt)
         return {"a3;|:": "3a?a", "a3;3a|k:": "2k?k", "a3;2k|e:": "1e?e", "a3;1e|x:": "0x!x"}[prompt]
 
-    episode = played(Chain(), task, researcher)
+    episode = play_scripted(Chain(), task, researcher)
     assert len(seen) == 4 and answered(episode.trajectories[0].turns[-1].text, "x") == 1.0
     assert len(list(samples_of(episode.trajectories[0]))) == 4, "a sample for each round"
 
@@ -247,7 +247,7 @@ def test_research_goes_on_from_its_report_alone():
 @pytest.mark.parametrize("reply", ["3a", "?q"])
 def test_a_reply_that_is_no_action_ends_and_an_unknown_key_is_told(reply: str):
     task = Task(id="t", prompt="a1", info={"table": "ak"})
-    episode = played(Chain(max_rounds=2), task, lambda prompt: reply)
+    episode = play_scripted(Chain(max_rounds=2), task, lambda prompt: reply)
     assert len(episode.trajectories[0].turns) == (1 if reply == "3a" else 2)
     assert looked_up("ak", "q") == "-"
 

@@ -10,14 +10,14 @@ import pytest
 from examples.tiny_policy import CHARACTERS
 from examples.tools.calculator import WithCalculator, calculator
 from examples.tools.prepare import demonstration
-from rlsys.testing import played
+from rlsys.testing import play_scripted
 from rlsys.types import TRUNCATED, Task, Trajectory
 
 TASK = Task(id="t", prompt="31*49=", answer="1519")
 
 
 def trajectory(reply: Callable[[str], str]) -> Trajectory:
-    (only,) = played(WithCalculator(max_turns=3), TASK, reply).trajectories
+    (only,) = play_scripted(WithCalculator(max_turns=3), TASK, reply).trajectories
     return only
 
 

@@ -11,7 +11,7 @@ from examples.two_policies.play import Digits
 from examples.two_policies.prepare import ASKED, proposal, solution
 from examples.two_policies.report import share_of
 from rlsys.config import Config
-from rlsys.testing import ScriptedPolicy, played
+from rlsys.testing import ScriptedPolicy, play_scripted
 from rlsys.types import Episode, Task, Trajectory
 
 TASK = Task(id="ask-0", prompt=ASKED)
@@ -20,7 +20,7 @@ BINDINGS = {"proposer": "proposer", "solver": "solver"}
 
 def episode(proposed: str, solved: str) -> Episode:
     policies = {"proposer": ScriptedPolicy(lambda said: proposed), "solver": ScriptedPolicy(lambda said: solved)}
-    return played(Digits(attempts=2), TASK, policies, bindings=BINDINGS)
+    return play_scripted(Digits(attempts=2), TASK, policies, bindings=BINDINGS)
 
 
 def test_each_agent_uses_its_own_policy_and_exchanges_text():
@@ -62,5 +62,5 @@ def test_what_is_imitated_fits_the_task():
 
 def test_the_configuration_binds_each_agent_to_its_own_policy():
     config = Config.load(Path("examples/two_policies/run.yaml"))
-    assert list(config.trained) == ["solver", "proposer"]
+    assert list(config.trained_policies) == ["solver", "proposer"]
     assert config.of("proposer").model.path.endswith("proposer")

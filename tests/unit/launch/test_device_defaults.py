@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config
-from rlsys.launch.device_defaults import filled_in, with_device_defaults
+from rlsys.launch.device_defaults import filled_keys, with_device_defaults
 from rlsys.launch.fitting import memory_plan
 from rlsys.launch.run_folder import write_run_dir
 
@@ -35,7 +35,7 @@ def config_of(model: Path, *overrides: str) -> Config:
 
 def filled(model: Path, gpu_memory: int | None, *overrides: str) -> list[str]:
     given = config_of(model, *overrides)
-    return [*filled_in(given, with_device_defaults(given, gpu_memory))]
+    return [*filled_keys(given, with_device_defaults(given, gpu_memory))]
 
 
 def test_on_cpus_the_defaults_are_constants_and_no_model_is_read(tmp_path: Path):

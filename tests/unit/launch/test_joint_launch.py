@@ -8,7 +8,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.launch import TrainResult, evaluate, train
-from rlsys.launch.preflight import rooted
+from rlsys.launch.preflight import with_absolute_paths
 from rlsys.launch.run_folder import checkpoint_of
 
 
@@ -43,7 +43,7 @@ def test_model_paths_become_absolute_and_hub_names_stay(tmp_path: Path):
         f"policies.own={{model: {{path: {here}/model}}, critic: {{path: {here}/critic}}}}",
         "policies.judge={train: null, model: {path: org/name}}",
     )
-    found = rooted(config)
+    found = with_absolute_paths(config)
     own = found.of("own")
     assert own.critic.path is not None
     assert Path(own.model.path).is_absolute() and Path(own.model.path).samefile(tmp_path / "model")

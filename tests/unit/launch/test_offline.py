@@ -19,12 +19,12 @@ from rlsys.launch.offline_commands import (
     EXPORTED,
     evaluate,
     export,
-    exported,
-    made_once,
+    export_once,
+    make_once,
     measure_and_keep,
     write_template,
 )
-from rlsys.launch.preflight import check_code, rooted
+from rlsys.launch.preflight import check_code, with_absolute_paths
 from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
@@ -46,7 +46,7 @@ def test_data_is_found_from_any_folder_and_hub_names_stay(tmp_path: Path):
     (tmp_path / "set").mkdir()
     here = os.path.relpath(tmp_path)
     sets = f"eval.data={{a: {here}/rows.jsonl, b: org/name:main#test, c: {here}/gone.jsonl}}"
-    config = rooted(Config.load([], [*NEEDED, f"data.path={here}/set#train", sets]))
+    config = with_absolute_paths(Config.load([], [*NEEDED, f"data.path={here}/set#train", sets]))
     assert Path(path := str(config.data.path)).is_absolute()
     assert Path(path.removesuffix("#train")).samefile(tmp_path / "set")
     assert Path(config.eval.data["a"]).is_absolute()
@@ -63,7 +63,7 @@ def test_a_folder_is_made_once(tmp_path: Path):
     def never(folder: Path) -> None:
         raise AssertionError(folder)
 
-    assert made_once(tmp_path / "model", filling) == made_once(tmp_path / "model", never) == tmp_path / "model"
+    assert make_once(tmp_path / "model", filling) == make_once(tmp_path / "model", never) == tmp_path / "model"
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["model", "model/weights"]
 
 
@@ -73,15 +73,15 @@ def test_of_two_concurrent_makers_of_a_folder_the_first_wins(tmp_path: Path):
         filling(folder)
         (folder / "later").touch()
 
-    assert made_once(tmp_path / "model", overtaken) == tmp_path / "model"
+    assert make_once(tmp_path / "model", overtaken) == tmp_path / "model"
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["model", "model/weights"]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path):
     with pytest.raises(OSError, match="No such file"):
-        made_once(tmp_path / "gone" / "model", filling)
+        make_once(tmp_path / "gone" / "model", filling)
     with pytest.raises(CheckpointError, match=r"rlsys export .*/run --to FOLDER --step 000001`, and evaluate that"):
-        exported(tmp_path / "run" / "checkpoints" / "step_000001")
+        export_once(tmp_path / "run" / "checkpoints" / "step_000001")
 
 
 def planted(folder: Path, *lines: str) -> Path:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.errors import ConfigError
-from rlsys.launch.policy_serving import TOKEN_VARIABLE, config_to_serve, serve, served
+from rlsys.launch.policy_serving import TOKEN_VARIABLE, config_to_serve, serve, serve_policy
 from tests.models import tiny_sorter
 
 RLSYS = Path(sys.executable).with_name("rlsys")
@@ -40,7 +40,7 @@ def asked(model: str, scenario: Callable[[Any], Awaitable[Any]], token: str = TO
 
     async def main() -> Any:
         config, name = config_to_serve(model, KEYS)
-        async with served(config, name, TOKEN) as server:
+        async with serve_policy(config, name, TOKEN) as server:
             runner = web.AppRunner(server.app, access_log=None)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()

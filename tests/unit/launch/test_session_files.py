@@ -22,7 +22,7 @@ def runs_of(folder: Path, *keys: str) -> tuple[Config, Mapping[str, Config]]:
     """The configuration of a run, and those of its trained policies."""
     needed = ["model.path=m", "data.path=d", "run.steps=9", f"run.folder={folder}"]
     config = Config.load([], [*needed, *keys])
-    return config, config.trained if config.policies else {POLICY: config}
+    return config, config.trained_policies if config.policies else {POLICY: config}
 
 
 def start(folder: Path, *keys: str) -> TrainingJob:

@@ -14,7 +14,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.run_folder import Start, checkpoint_of, start_of
-from rlsys.launch.run_lock import LOCK, locked
+from rlsys.launch.run_lock import LOCK, lock_run
 from rlsys.launch.session_files import SessionFiles
 from rlsys.launch.train_run import PolicyRun, link_logs
 from rlsys.loop.checkpoint import Checkpoints
@@ -74,20 +74,20 @@ def test_a_damaged_checkpoint_is_never_exported(run: Path) -> None:
 
 def test_a_second_run_in_a_folder_is_refused_with_its_owner(run: Path) -> None:
     with (
-        locked(run),
+        lock_run(run),
         pytest.raises(ConfigError, match=f"another run writes to .*: process {os.getpid()} on"),
-        locked(run),
+        lock_run(run),
     ):
         pass
-    with locked(run):
+    with lock_run(run):
         assert json.loads((run / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_the_lock_of_a_killed_run_is_free(run: Path) -> None:
     program = f"""
 from pathlib import Path
-from rlsys.launch.run_lock import locked
-with locked(Path({str(run)!r})):
+from rlsys.launch.run_lock import lock_run
+with lock_run(Path({str(run)!r})):
     print("locked", flush=True)
     input()
 """
@@ -95,11 +95,11 @@ with locked(Path({str(run)!r})):
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
-        with pytest.raises(ConfigError, match=f"process {process.pid} on"), locked(run):
+        with pytest.raises(ConfigError, match=f"process {process.pid} on"), lock_run(run):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
-    with locked(run):
+    with lock_run(run):
         pass
 
 

@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from rlsys.contracts import Files, Saving
 from rlsys.data.task_source import Cursor
 from rlsys.errors import CheckpointError
-from rlsys.loop.checkpoint import Checkpoints, DriverState, find_intact, find_latest, is_complete, read_state, saved
+from rlsys.loop.checkpoint import (
+    Checkpoints,
+    DriverState,
+    copy_and_write,
+    find_intact,
+    find_latest,
+    is_complete,
+    read_state,
+)
 from rlsys.loop.task_ledger import LedgerState, TaskDraw
 
 PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.json", "manifest.json"]
@@ -38,27 +46,27 @@ class Written:
 
     folder: Path
 
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         (self.folder / "actor").mkdir()
         (self.folder / "actor" / "weights.bin").write_bytes(b"w" * 100)
         (self.folder / "actor" / "optimizer.bin").write_bytes(b"o" * 200)
         (self.folder / "groups.jsonl").write_text('{"group": 1}\n')
 
-    async def written(self) -> Files:
+    async def write_copy(self) -> Files:
         return {"actor/weights.bin": 100, "actor/optimizer.bin": 200, "groups.jsonl": 13}
 
 
 class DiskIsFull(Written):
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         (self.folder / "groups.jsonl").write_text("half of")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class DiskFillsUp(Written):
-    async def copied(self) -> None:
+    async def take_copy(self) -> None:
         (self.folder / "groups.jsonl").write_text("half of")
 
-    async def written(self) -> Files:
+    async def write_copy(self) -> Files:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -71,7 +79,7 @@ def save(
     """Save the state of a step, both parts."""
 
     async def both() -> Path:
-        return await saved(checkpoints.save(step, state or state_of(step), files_in))
+        return await copy_and_write(checkpoints.save(step, state or state_of(step), files_in))
 
     return asyncio.run(both())
 

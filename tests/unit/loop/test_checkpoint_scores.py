@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.loop.checkpoint import Checkpoints, saved, step_of
+from rlsys.loop.checkpoint import Checkpoints, copy_and_write, step_of
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from tests.unit.loop.test_checkpoint import Written, state_of
 
@@ -33,12 +33,12 @@ def test_the_best_of_all_steps_survive_every_retirement(found, count, keep_last,
     there: list[int] = []
     for step, value in enumerate(found, 1):
         there = [step, *there]
-        there = [each for each in there if each in checkpoints.kept(there)]
+        there = [each for each in there if each in checkpoints.steps_to_keep(there)]
         checkpoints.best.add(step, {METRIC: value, "eval/other/mean": 1e9})
     sign = 1 if is_highest else -1
     scored = sorted((sign * value, step) for step, value in enumerate(found, 1) if is_score(value))
     best = {step for _, step in scored[max(0, len(scored) - count) :]}
-    kept = checkpoints.kept(there)
+    kept = checkpoints.steps_to_keep(there)
     assert best <= kept
     assert kept == best | {*range(len(found), max(0, len(found) - keep_last), -1)}
 
@@ -70,7 +70,7 @@ def test_a_step_waits_for_its_evaluation(tmp_path):
 
 def save(checkpoints: Checkpoints, step: int) -> None:
     async def both() -> None:
-        await saved(checkpoints.save(step, state_of(step), Written))
+        await copy_and_write(checkpoints.save(step, state_of(step), Written))
 
     asyncio.run(both())
 

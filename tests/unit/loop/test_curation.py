@@ -260,7 +260,7 @@ def test_an_older_success_is_used_as_far_as_the_rules_allow(more, is_used):
     replacement = curation.replacement_for(scored("a", [0.0, 0.0], group_id=9, version=6), at_least(5))
     assert (replacement is not None) == is_used
     if replacement is not None:
-        composed = replacement.applied("composed", (VersionSpan(6, 1),))
+        composed = replacement.build_group("composed", (VersionSpan(6, 1),))
         assert composed.oldest_version == 6, "the bound is on what was sampled for this group"
 
 
@@ -329,7 +329,7 @@ def test_a_stored_episode_keeps_its_reward_and_the_group_its_own_versions():
     )
     host = replace(scored("a", [0.0, 0.0], group_id=9, version=5), columns={"reference_logprobs": "of other tokens"})
     versions = (VersionSpan(5, 3),)
-    after = Replacement(host, 0, donor, 1).applied("composed", versions)
+    after = Replacement(host, 0, donor, 1).build_group("composed", versions)
     assert after.episodes == (replace(donor.episodes[1], origin="stored"), host.episodes[1])
     assert (after.versions, after.oldest_version, after.payload, after.columns) == (versions, 5, "composed", {})
     assert {(a.replica, a.version) for a in after.weights} == {("rollout-0", 5)}
@@ -496,7 +496,7 @@ def test_stored_successes_stay_within_the_limit_and_newest_per_task(limit, actio
 
 
 def test_metas_of_a_replaced_group_are_those_of_its_payload():
-    """`Replacement.applied` and whoever composes the payload take the same places."""
+    """`Replacement.build_group` and whoever composes the payload take the same places."""
     host, donor = (tuple(f"{name}{i}" for i in range(3)) for name in "hd")
     metas: Mapping[str, EpisodeMeta] = {name: episode(float(i)) for i, name in enumerate((*host, *donor))}
     groups = [
@@ -505,4 +505,4 @@ def test_metas_of_a_replaced_group_are_those_of_its_payload():
     replacement = Replacement(groups[0], 2, groups[1], 1)
     payload = with_episode(host, replacement.episode, donor[replacement.donor_episode])
     stored = {"d1": replace(metas["d1"], origin="stored")}
-    assert replacement.applied(payload, ()).episodes == tuple({**metas, **stored}[name] for name in payload)
+    assert replacement.build_group(payload, ()).episodes == tuple({**metas, **stored}[name] for name in payload)

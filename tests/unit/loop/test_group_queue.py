@@ -477,7 +477,7 @@ def test_the_synchronous_phase_has_one_step_in_the_pipe():
 async def test_a_restored_queue_keeps_finished_groups_and_places_of_others():
     queue = queue_of(2, max_staleness=1)
     queue.restore(pending(4, 5, 6), 7, 6, [group(5, versions=(6,)), group(6, versions=(6,))])
-    assert [each.group_id for each in queue.finished] == [5, 6]
+    assert [each.group_id for each in queue.finished_groups] == [5, 6]
     take = asyncio.create_task(queue.take(7))
     await settled()
     assert not take.done(), "group 4 is older than those that are finished"
@@ -493,7 +493,7 @@ async def test_a_restored_queue_keeps_finished_groups_and_places_of_others():
     assert queue.release(first, 8) == order[4:]
     await settled()
     assert producers.admitted == [7, 7, 8, 8]
-    assert len(queue.finished) == queue.num_finished == 1
+    assert len(queue.finished_groups) == queue.num_finished == 1
     assert not queue.dropped
     producers.cancel()
 
@@ -548,7 +548,7 @@ def test_a_group_is_in_time_if_taken_within_the_bound(window, place, version, is
 async def test_the_learner_waits_for_the_columns_that_annotators_add():
     queue = queue_of(2, max_staleness=1, signals=SIGNALS)
     await produced(queue, 3)
-    assert (queue.num_finished, [each.group_id for each in queue.finished]) == (0, [0, 1, 2])
+    assert (queue.num_finished, [each.group_id for each in queue.finished_groups]) == (0, [0, 1, 2])
     assert queue.lacking(queue.groups[0]) == [SIGNAL]
     groups = await queue.take_for(SIGNAL, max_tokens=30)
     assert [each.group_id for each in groups] == [0, 1, 2]
@@ -798,7 +798,7 @@ async def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
         return one.num_losses > num_losses
 
     await produced(queue, 1)
-    (first,) = queue.finished
+    (first,) = queue.finished_groups
     assert lose(first)
     assert not lose(first), "it waits to be issued again"
     await produced(queue, 1)
@@ -983,7 +983,7 @@ class Played:
         state = before.ledger.state()
         assert list(state.pending) == self.unsettled
         self.consumed, self.num_before = [], self.num_before + len(self.consumed)
-        finished = [each.group for each in before.finished]
+        finished = [each.group for each in before.finished_groups]
         queue.restore(state, before.version, queue.num_groups - self.num_before, finished)
 
 

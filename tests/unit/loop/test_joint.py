@@ -119,7 +119,7 @@ def test_a_rollout_dropped_by_one_policy_is_retried_for_another():
         assert {type(end) for end in await asyncio.gather(*both, return_exceptions=True)} == {WorkerDied}
         again = pair.asks("a", assignment)
         await asyncio.sleep(1.0)
-        assert pair.joint.awaited("a") == {0: "policy b"}
+        assert pair.joint.missing_policies("a") == {0: "policy b"}
         pair.queues["b"].drop(pair.queues["b"].groups[0], "failed", "nothing to train")
         pair.asks("b")
         assert (await again).policy == "a"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlsys.config.sections import EvalSection, ks_up_to
 from rlsys.errors import RlsysError
 from rlsys.loop.evaluation import EvalMetrics, eval_metrics_of, pass_at_k, table_of
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, failed
 from tests.groups import episode, group
 
@@ -131,7 +131,7 @@ def test_every_measure_is_a_documented_metric_of_its_data_set():
     metrics = measured(*tasks, num_too_long=1).as_metrics("hard.v2")
     assert metrics["eval/hard.v2/pass@2"] == 0.5
     assert {"eval/hard.v2/mean", "eval/hard.v2/mean_ci95", "eval/hard.v2/num_too_long"} <= metrics.keys()
-    assert undocumented(metrics) == []
+    assert undocumented_names(metrics) == []
     assert all(math.isfinite(value) for value in metrics.values())
 
 

@@ -53,7 +53,7 @@ def looked(rollouts: Looks, published: Sequence[tuple[float, int]], lasts_s: flo
         loop = asyncio.create_task(repacker.run())
         for at_s, version in published:
             await asyncio.sleep(at_s - asyncio.get_running_loop().time())
-            repacker.published(version)
+            repacker.on_publish(version)
         await asyncio.sleep(lasts_s - asyncio.get_running_loop().time())
         loop.cancel()
 

@@ -37,9 +37,9 @@ class Writer:
 class _Written:
     file: asyncio.Future[None]
 
-    async def copied(self) -> None: ...
+    async def take_copy(self) -> None: ...
 
-    async def written(self) -> None:
+    async def write_copy(self) -> None:
         await self.file
 
 

@@ -12,7 +12,7 @@ from rlsys.contracts import Busy, TrainStats
 from rlsys.errors import ConfigError
 from rlsys.loop.learner import StepResult
 from rlsys.loop.step_metrics import StepClock, step_metrics
-from rlsys.monitoring.metric_catalog import METRICS, STALENESS_BUCKETS, undocumented
+from rlsys.monitoring.metric_catalog import METRICS, STALENESS_BUCKETS, undocumented_names
 from rlsys.testing import RewardAsAdvantage, run_virtual
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, Outcome, SampleMeta, TrajectoryMeta, failed
 from tests.groups import episode, group, queue_of
@@ -120,7 +120,7 @@ def test_weights_wait_is_the_mean_over_groups_of_a_step():
             clock.offer(group(0), seconds)
         assert clock.lap()["time/weights_wait"] == 1.5
         assert "time/weights_wait" not in clock.lap()
-        assert undocumented(["time/weights_wait"]) == []
+        assert undocumented_names(["time/weights_wait"]) == []
 
     run_virtual(main())
 
@@ -193,7 +193,7 @@ def test_agents_are_counted_by_episode_and_failed_ones_shown():
             "agents/reward/solver": (0.5 + 1.0) / 2,
         }
     )
-    assert undocumented(found) == []
+    assert undocumented_names(found) == []
 
 
 def test_staleness_is_a_mean_over_tokens():
@@ -228,6 +228,6 @@ def test_truncation_and_drops_are_counted():
 
 
 def test_every_metric_of_a_step_is_documented():
-    assert undocumented(measured(group(0))) == []
+    assert undocumented_names(measured(group(0))) == []
     spans = ("rollout", "reward", "wait_batch", "annotate", "train", "publish", "record", "checkpoint", "eval_wait")
     assert {f"time/{span}" for span in spans} <= METRICS.keys()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.monitoring import metric_catalog
-from rlsys.monitoring.metric_catalog import METRICS, NameSet, alias, renamed
+from rlsys.monitoring.metric_catalog import METRICS, NameSet, alias, rename_metrics
 
 SETS: tuple[NameSet, ...] = ("verl", "trl")
 VERL = {key: metric.verl for key, metric in METRICS.items() if metric.verl}
@@ -40,12 +40,14 @@ def test_no_two_metrics_end_under_one_name(names: NameSet):
 )
 def test_aliases_rename_known_metrics_and_keep_the_others(names: NameSet, theirs: list[str]):
     values = {"reward/mean": 0.5, "policy/entropy": 1.0, "reward/by/exact": 0.25, "gac/cosine": 2.0, "own/thing": 3.0}
-    assert renamed(values, names) == dict(zip([*theirs, "gac/cosine", "own/thing"], values.values(), strict=True))
+    assert rename_metrics(values, names) == dict(
+        zip([*theirs, "gac/cosine", "own/thing"], values.values(), strict=True)
+    )
 
 
 def test_verl_means_of_samples_include_their_number():
     values = {"eval/held_out/mean": 0.5, "eval/held_out/samples": 8.0}
-    assert renamed(values, "verl") == {"val-core/held_out/reward/mean@8": 0.5, "eval/held_out/samples": 8.0}
+    assert rename_metrics(values, "verl") == {"val-core/held_out/reward/mean@8": 0.5, "eval/held_out/samples": 8.0}
     assert alias("eval/held_out/mean", "verl") == "eval/held_out/mean"
 
 

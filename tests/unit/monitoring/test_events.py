@@ -21,7 +21,7 @@ from rlsys.monitoring.events import (
     StepDone,
     WorkerRestarted,
 )
-from rlsys.monitoring.metric_catalog import METRICS, undocumented
+from rlsys.monitoring.metric_catalog import METRICS, undocumented_names
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 
 
@@ -109,7 +109,7 @@ def test_closing_the_bus_closes_its_sinks_once() -> None:
 
 
 def test_metrics_without_documentation_are_found() -> None:
-    assert undocumented({"loss": 1.0, "reward/mean": 0.5, "my/own": 1.0, "a": 2}) == ["a", "my/own"]
+    assert undocumented_names({"loss": 1.0, "reward/mean": 0.5, "my/own": 1.0, "a": 2}) == ["a", "my/own"]
 
 
 def test_every_metric_is_explained() -> None:

@@ -11,7 +11,7 @@ import orjson
 
 from rlsys.monitoring.machine_metrics import GONE_S, MachineMetrics, machine_metrics
 from rlsys.monitoring.machine_samples import MachineSample
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 
 NOW_S = 1767225600.0
 SAMPLE = MachineSample(
@@ -49,7 +49,7 @@ def test_the_last_sample_of_each_worker_and_the_newest_of_each_node_count(tmp_pa
         "node/a/received": 20.0,
     }
     assert found["node/b/sent"] == 11.0
-    assert undocumented(found) == []
+    assert undocumented_names(found) == []
 
 
 def test_a_worker_of_an_earlier_session_has_no_metrics(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rlsys.monitoring.events import (
 from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker, TrackerPlugin
 from rlsys.monitoring.trackers.mlflow import MLflow, experiment_of
 from rlsys.monitoring.trackers.tensorboard import TensorBoard
-from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sampled
+from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sample_rows
 from rlsys.replay.recorded_rollouts import write_rollouts
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import Episode, GroupKey, Task, Trajectory
@@ -220,10 +220,10 @@ def test_a_bus_that_is_closed_without_a_word_was_interrupted(tmp_path: Path):
 
 def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
     path = rollouts(tmp_path / "step_10.parquet", [0.75, 1.0, None, 0.25, 0.0, 0.5])
-    assert [row.reward for row in sampled(path, 6)] == [None, 0.0, 0.25, 0.5, 0.75, 1.0]
-    assert [row.reward for row in sampled(path, 3)] == [None, 0.25, 1.0]
-    assert [row.reward for row in sampled(path, 1)] == [None]
-    assert sampled(path, 99)[0] == RolloutRow(
+    assert [row.reward for row in sample_rows(path, 6)] == [None, 0.0, 0.25, 0.5, 0.75, 1.0]
+    assert [row.reward for row in sample_rows(path, 3)] == [None, 0.25, 1.0]
+    assert [row.reward for row in sample_rows(path, 1)] == [None]
+    assert sample_rows(path, 99)[0] == RolloutRow(
         step=10,
         task_id="t1",
         group_id=1,
@@ -235,7 +235,7 @@ def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
         prompt="user: 1 + 1?",
         text="it is None",
     )
-    (best,) = (row for row in sampled(path, 99) if row.reward == 1.0)
+    (best,) = (row for row in sample_rows(path, 99) if row.reward == 1.0)
     assert (best.prompt, best.advantage) == ("2 + 2?", 0.5)
 
 
@@ -245,7 +245,7 @@ def test_an_overlong_text_is_cut_with_a_note(tmp_path: Path):
     write_rollouts(
         path, [RolloutRecord(10, GroupKey(0, 1), Task(id="t", prompt="p"), "rollout-0", 0, (episode,), (), ({},))]
     )
-    (row,) = sampled(path, 9)
+    (row,) = sample_rows(path, 9)
     assert row.text == "a" * LONGEST + " ... (1,234 characters more)"
 
 

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.packing import SampleRef
-from rlsys.batch.samples import placed, samples_of
+from rlsys.batch.samples import place_turns, samples_of
 from rlsys.replay.rollout_log import RolloutRecord, TokenStats
 from rlsys.types import Episode, Task, Trajectory, Turn, VersionSpan
 from tests.training import group_of
@@ -58,7 +58,7 @@ def spell(ids: Sequence[int]) -> str:
 
 
 def test_a_turn_has_its_sample_and_known_prompt_length():
-    found = [(one.sample, one.num_known) for one in placed(SPOKEN)]
+    found = [(one.sample, one.num_known) for one in place_turns(SPOKEN)]
     assert found == [(0, 0), (0, 3), (0, 3), (1, 0)]
     assert [sum(sample.is_trained) for sample in samples_of(SPOKEN)] == [3, 1]
 

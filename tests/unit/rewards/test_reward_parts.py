@@ -11,7 +11,7 @@ import pytest
 from rlsys.contracts import TrainStats
 from rlsys.loop.learner import StepResult
 from rlsys.loop.step_metrics import StepClock, step_metrics
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
 from rlsys.replay.rollout_log import (
     GroupRecord,
@@ -40,7 +40,7 @@ def test_each_function_has_a_mean_over_where_it_applied() -> None:
     by_function = {name: value for name, value in metrics.items() if name.startswith("reward/by/")}
     assert by_function == {"reward/by/exact": 0.5, "reward/by/format": 0.5}
     assert metrics["reward/mean"] == pytest.approx(0.55)
-    assert undocumented(by_function) == []
+    assert undocumented_names(by_function) == []
 
 
 def test_a_rollout_record_shows_the_parts(tmp_path: Path) -> None:

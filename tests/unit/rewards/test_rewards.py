@@ -24,7 +24,7 @@ from rlsys.rewards.reward_function import (
     results_of,
     score_of,
     total,
-    weighted,
+    weight_score,
 )
 from rlsys.rewards.reward_registry import BUILTIN
 from rlsys.types import Episode, Json, Score, Task, Trajectory, Turn, VersionSpan
@@ -447,12 +447,12 @@ def test_every_function_is_checked_for_its_columns(tmp_path: Path) -> None:
 
 def test_where_nothing_applies_there_is_no_reward() -> None:
     assert total([NOT_APPLICABLE, NOT_APPLICABLE]) == NOT_APPLICABLE
-    assert weighted(NOT_APPLICABLE, "a", 0.5) == NOT_APPLICABLE
+    assert weight_score(NOT_APPLICABLE, "a", 0.5) == NOT_APPLICABLE
 
 
 def test_one_failure_fails_the_whole_and_says_which() -> None:
-    failed = weighted(Score(None, "returned nan"), "b", 1.0)
-    assert total([weighted(Score(1.0), "a", 1.0), failed, NOT_APPLICABLE]) == Score(None, "b: returned nan")
+    failed = weight_score(Score(None, "returned nan"), "b", 1.0)
+    assert total([weight_score(Score(1.0), "a", 1.0), failed, NOT_APPLICABLE]) == Score(None, "b: returned nan")
 
 
 def test_a_sum_that_overflows_is_no_reward() -> None:
@@ -461,7 +461,7 @@ def test_a_sum_that_overflows_is_no_reward() -> None:
 
 @given(st.lists(st.tuples(st.none() | st.integers(-9, 9), st.integers(-3, 3)), min_size=1, max_size=5))
 def test_the_order_of_functions_changes_nothing(given_values: list[tuple[int | None, int]]) -> None:
-    scores = [weighted(score_of(value), str(i), weight) for i, (value, weight) in enumerate(given_values)]
+    scores = [weight_score(score_of(value), str(i), weight) for i, (value, weight) in enumerate(given_values)]
     assert total(scores) == total(scores[::-1])
     applicable = [value * weight for value, weight in given_values if value is not None]
     assert total(scores).value == (sum(applicable) if applicable else None)

@@ -127,7 +127,7 @@ def test_idleness_is_counted_from_the_last_progress():
         assert progress.idle_s() == 0.0
         await asyncio.sleep(3.0)
         assert progress.idle_s() == 3.0
-        progress.moved()
+        progress.mark_progress()
         await asyncio.sleep(1.0)
         assert progress.idle_s() == 1.0
 

@@ -18,7 +18,7 @@ from rlsys.weight_sync.manifest import (
     VersionPart,
     content_hash,
     pack,
-    padded,
+    padded_size,
     shares,
 )
 
@@ -93,7 +93,7 @@ def test_ranks_with_the_same_share_its_bytes():
 def test_buckets_are_no_larger_than_asked(layout, bucket_bytes):
     for own in shares(layout[1]):
         for bucket in pack(own, bucket_bytes):
-            assert sum(padded(p.num_bytes) for p in bucket[:-1]) + bucket[-1].num_bytes <= bucket_bytes or (
+            assert sum(padded_size(p.num_bytes) for p in bucket[:-1]) + bucket[-1].num_bytes <= bucket_bytes or (
                 len(bucket) == 1 and prod(bucket[0].shape) == 1
             )
 

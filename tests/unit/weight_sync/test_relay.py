@@ -106,7 +106,7 @@ def test_relays_measure_the_links_over_which_they_receive():
         chain = Net(bytes_per_s=2000.0).chain(2)
         await sent(chain, announced(0, ["a", "b"], 1000))
         for node in chain:
-            link = (await node.held()).link
+            link = (await node.holding()).link
             assert link.is_measured and 500 <= link.bytes_per_s <= 2000, "two buckets share a link"
 
     run_virtual(main())
@@ -690,7 +690,7 @@ def test_an_unsent_version_is_forgotten_once_newer_ones_arrive():
         await sent([node], announced(2, ["c"]))
         with pytest.raises(WeightsMismatch, match="taking in version 0"):
             await reader
-        assert [known.version for known in (await node.held()).announcements] == [2, 1]
+        assert [known.version for known in (await node.holding()).announcements] == [2, 1]
         assert now() < 2
 
     run_virtual(main())

@@ -166,7 +166,7 @@ def test_publish_returns_early_and_the_hash_follows_on_arrival():
         receipt = await weights.publish(3)
         assert asyncio.get_running_loop().time() == 0.5
         assert (told.of(WeightsPublished), weights.published) == ([], {})
-        await weights.settled()
+        await weights.wait_for_arrivals()
         assert asyncio.get_running_loop().time() == 0.75
         assert weights.published == {3: "hash-of-3"}
         assert told.of(WeightsPublished) == [WeightsPublished(3, "hash-of-3", 4, 4, receipt.stall_s, 0.25)]
@@ -181,8 +181,8 @@ def test_whoever_needs_a_hash_that_is_arriving_waits_for_it():
         await weights.publish(3)
         await weights.verify(group(0, versions=(3,)))
         assert asyncio.get_running_loop().time() == 0.25
-        assert await weights.arrived(3) == "hash-of-3"
-        assert await weights.arrived(2) is None
+        assert await weights.wait_for_arrival(3) == "hash-of-3"
+        assert await weights.wait_for_arrival(2) is None
 
     run_virtual(main())
 
@@ -206,7 +206,7 @@ def test_late_weights_fail_whatever_needs_them(needs_it):
         elif needs_it == "a verification":
             await weights.verify(group(0, versions=(3,)))
         else:
-            await weights.settled()
+            await weights.wait_for_arrivals()
 
     with pytest.raises(DeadlineExceeded, match="relays while taking in version 3: no answer within 1 s"):
         run_virtual(main())
@@ -219,19 +219,19 @@ def test_deadlines_grow_with_the_bytes_and_with_slow_links():
 
     async def main() -> None:
         await weights.publish(3)
-        await weights.settled()
+        await weights.wait_for_arrivals()
         assert 3 in weights.published
         weights.actor.world.broadcast_s = 80.0  # type: ignore[attr-defined]
         await weights.publish(4)
-        await weights.settled()
+        await weights.wait_for_arrivals()
         assert 4 in weights.published
         weights.actor.world.broadcast_s = 1.0  # type: ignore[attr-defined]
         await weights.publish(5)
-        await weights.settled()
+        await weights.wait_for_arrivals()
         weights.actor.world.broadcast_s = 80.0  # type: ignore[attr-defined]
         await weights.publish(6)
         with pytest.raises(DeadlineExceeded):
-            await weights.settled()  # of a link that was fast again
+            await weights.wait_for_arrivals()  # of a link that was fast again
 
     run_virtual(main())
 
@@ -268,7 +268,7 @@ def test_a_version_lost_by_the_relays_is_announced_again():
 
     async def main() -> None:
         await weights.publish(3)
-        assert await weights.arrived(3) == "hash-of-3"
+        assert await weights.wait_for_arrival(3) == "hash-of-3"
 
     run_virtual(main())
     assert loser.asked == [3]
@@ -279,7 +279,7 @@ def test_the_error_that_kept_a_version_from_relays_is_raised():
 
     async def main() -> None:
         await weights.publish(3)
-        await weights.settled()
+        await weights.wait_for_arrivals()
 
     with pytest.raises(WorkerError, match="actor-0 while storing version 3: no room"):
         run_virtual(main())
@@ -292,7 +292,7 @@ def test_hashes_beyond_the_staleness_bound_are_forgotten_unless_kept():
     async def main() -> None:
         for version in range(8):
             await weights.publish(version)
-            await weights.settled()
+            await weights.wait_for_arrivals()
 
     run_virtual(main())
     assert sorted(weights.published) == [1, 5, 6, 7]

@@ -124,7 +124,7 @@ class Decoder:
         self._enter([group[0] for group in groups.values()] + [job for group in groups.values() for job in group[1:]])
         fresh = []
         for slot in range(first, len(self.jobs)):
-            if begun := self.jobs[slot].request.begun_ids:
+            if begun := self.jobs[slot].request.given_ids:
                 self._replay(slot, begun[:-1], len(self.jobs[slot].request.prompt_ids))
             else:
                 fresh.append(slot)
@@ -188,7 +188,7 @@ class Decoder:
         self.num_computed += run.stop - run.start
         self._sample(logits_BV[run.start - first : run.stop - first], self._rows_S[run])
 
-    def ended(self) -> list[int]:
+    def ended_slots(self) -> list[int]:
         jobs = slice(0, len(self.jobs))
         is_last_S = self._is_stop_V[self._inputs_S[jobs]] | (self._counts_S[jobs] >= self._limits_S[jobs])
         for slot, job in enumerate(self.jobs):
@@ -233,7 +233,7 @@ class Decoder:
         for slot, job in zip(slots, self.read(slots), strict=True):
             ids, stop = job.output_ids, job.request.sampling.stop
             is_stopped = bool(ids) and (
-                ids[-1] in self._stop_token_ids or self._stop_texts.end(stop, [*job.request.begun_ids, *ids])
+                ids[-1] in self._stop_token_ids or self._stop_texts.end(stop, [*job.request.given_ids, *ids])
             )
             ended = "stop" if is_stopped else "length"
             if self._keeps_replies and not is_aborted:
@@ -327,7 +327,7 @@ class Decoder:
         """Put jobs into the next slots, each with the tokens sampled elsewhere."""
         slots = slice(len(self.jobs), len(self.jobs) + len(jobs))
         requests = [job.request for job in jobs]
-        self._inputs_S[slots] = self._tensor([(r.prompt_ids + r.begun_ids)[-1] for r in requests])
+        self._inputs_S[slots] = self._tensor([(r.prompt_ids + r.given_ids)[-1] for r in requests])
         self._positions_S[slots] = self._tensor([len(r.prompt_ids) + r.num_begun - 1 for r in requests])
         self._counts_S[slots] = self._tensor([r.num_begun for r in requests])
         self._limits_S[slots] = self._tensor([r.sampling.max_new_tokens for r in requests])
@@ -336,7 +336,7 @@ class Decoder:
             values = [getattr(r.sampling, name) for r in requests]
             state_S[slots] = torch.tensor(values, dtype=state_S.dtype, device=self._device)
         for slot, request in enumerate(requests, slots.start):
-            self._output_ids[slot, : request.num_begun] = self._tensor(request.begun_ids)
+            self._output_ids[slot, : request.num_begun] = self._tensor(request.given_ids)
         self.jobs += jobs
 
     def _sample(self, logits_BV: Tensor, slots_B: Tensor) -> None:

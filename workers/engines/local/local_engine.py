@@ -16,7 +16,7 @@ from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.local.decoder import Decoder
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.engines.stop_texts import StopTexts
-from workers.model.lora import published
+from workers.model.lora import published_tensors
 from workers.transport.buckets import specs_in
 from workers.transport.checksums import checksum_of
 
@@ -126,11 +126,11 @@ class LocalEngine(SteppingEngine):
         if arrivals := self._arrivals():
             self._residents.use(arrivals[0].version)
             self._decoder.admit(arrivals)
-            self._release(self._decoder.ended())
+            self._release(self._decoder.ended_slots())
         for run in self._decoder.runs():
             self._residents.use(self._decoder.jobs[run.start].version)
             self._decoder.step(run)
-        self._release(self._decoder.ended())
+        self._release(self._decoder.ended_slots())
 
     def _arrivals(self) -> list[EngineJob]:
         """Take the next waiting jobs, of one version, that fit in the free slots and one prefill."""
@@ -200,7 +200,7 @@ class Residents:
 
     def __init__(self, model: PreTrainedModel, version: PolicyVersion) -> None:
         """Register the model's current weights as `version`."""
-        self._live, self._name_of = published(model), ModelShapes.of(model).first_names
+        self._live, self._name_of = published_tensors(model), ModelShapes.of(model).first_names
         own = {name: tensor.data for name, tensor in self._live.items()}
         self._sets: dict[PolicyVersion, Mapping[str, Tensor]] = {version: own}  # replaced, not mutated: threads read it
         self._used = version

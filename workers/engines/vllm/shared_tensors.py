@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlsys.errors import WorkerError
-from rlsys.weight_sync.manifest import Rectangle, TensorSpec, padded
+from rlsys.weight_sync.manifest import Rectangle, TensorSpec, padded_size
 from workers.transport.buckets import specs_in
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ class TensorMemory:
         places, end = [], 0
         for spec in specs_in(weights).values():
             places.append((spec, end))
-            end += padded(Rectangle.whole(spec).num_bytes)
+            end += padded_size(Rectangle.whole(spec).num_bytes)
         with self._writing:  # the thread of a cancelled call may still write
             if end > len(self._memory):
                 reserve(self._file, end, self._worker)
-                self._memory = mapped(self._file, end)
+                self._memory = map_file(self._file, end)
             for spec, begin in places:
                 _view(self._memory, spec, begin).copy_(weights[spec.name])
         return SharedTensors(f"/proc/{os.getpid()}/fd/{self._file}", end, tuple(places))
@@ -79,7 +79,7 @@ class MappedMemory:
         """Return the tensors without a copy: their content changes when the other process writes again."""
         if shared.num_bytes > len(self._memory):
             file = os.open(shared.path, os.O_RDWR)
-            self._memory = mapped(file, shared.num_bytes)
+            self._memory = map_file(file, shared.num_bytes)
             os.close(file)
         return shared.tensors_in(self._memory)
 
@@ -108,7 +108,7 @@ def available_bytes() -> int:
     return next(1024 * int(field[1]) for field in fields if field[0] == "MemAvailable:")
 
 
-def mapped(file: int, num_bytes: int) -> Tensor:
+def map_file(file: int, num_bytes: int) -> Tensor:
     """The bytes of a file in memory, shared with every process that maps it."""
     return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
 

@@ -25,7 +25,7 @@ from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import EngineSpec, ModelShapes, check_weights
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.engines.stop_texts import StopTexts
-from workers.engines.vllm.vllm_layout import summed
+from workers.engines.vllm.vllm_layout import sum_checksums
 from workers.engines.vllm.vllm_lora import VllmAdapters
 from workers.engines.vllm.vllm_shards import OwnShard, ShardProcesses, Shards
 from workers.model.lora import add_adapter
@@ -203,7 +203,7 @@ class VllmEngine(SteppingEngine):
             await self._ask("reading packed weights", read_back, self._spec.load_s)
             dtypes = {spec.name: spec.dtype for spec in firsts}
             parts = await self._shards.call("summing weights", "rlsys_checksums", dtypes)
-        sums = summed(parts, firsts)
+        sums = sum_checksums(parts, firsts)
         return {spec: sums[first] for spec, first in zip(self._specs, firsts, strict=True) if first in sums}
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -272,7 +272,7 @@ class VllmEngine(SteppingEngine):
             routed_experts_prompt_start=len(request.prompt_ids) + request.num_begun - 1 if request.num_begun else 0,
         )
         version = request.version_among(self.versions, self._version)
-        name = self._send(request.prompt_ids + request.begun_ids, params, version)
+        name = self._send(request.prompt_ids + request.given_ids, params, version)
         job.marks.append((0, version))
         self._jobs[name] = job
 
@@ -343,7 +343,7 @@ class VllmEngine(SteppingEngine):
 
     def _is_cut_at_stop_text(self, job: EngineJob, num_new: int) -> bool:
         """True if one of the `num_new` last tokens ends a stop text; tokens after it are removed."""
-        stop, begun = job.request.sampling.stop, job.request.begun_ids
+        stop, begun = job.request.sampling.stop, job.request.given_ids
         num_ids = len(job.output_ids)
         for end in range(num_ids - num_new + 1, num_ids + 1) if stop else ():
             if self._stop_texts.end(stop, [*begun, *job.output_ids[:end]]):
@@ -355,7 +355,7 @@ class VllmEngine(SteppingEngine):
         """Return what vLLM recorded for a new token, as (positions, all layers, experts chosen). It never ran."""
         assert self._routers is not None and output.routed_experts is not None
         experts_PLC = torch.from_numpy(output.routed_experts[:, [*self._routers.by_layer]].astype("int64"))
-        return self._routers.packed(experts_PLC).numpy().tobytes()
+        return self._routers.pack(experts_PLC).numpy().tobytes()
 
     def _take_score(self, output: EngineCoreOutput) -> None:
         future, _ = self._scoring[output.request_id]

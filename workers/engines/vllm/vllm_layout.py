@@ -159,7 +159,7 @@ def part_sums(
     return sums
 
 
-def summed(shards: Iterable[Iterable[PartSum]], specs: Iterable[TensorSpec]) -> dict[TensorSpec, int]:
+def sum_checksums(shards: Iterable[Iterable[PartSum]], specs: Iterable[TensorSpec]) -> dict[TensorSpec, int]:
     """Checksums of whole tensors, from those of the rectangles of all shards.
 
     Equal copies of a rectangle count once. Copies that differ all count, so that the sum is wrong. A tensor that the

@@ -34,7 +34,7 @@ from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.engine import EngineSpec, ModelShapes, ServerSpec, check_weights
 from workers.engines.stepping import EngineJob, RequestLimits, progress_of
 from workers.engines.stop_texts import StopTexts
-from workers.engines.vllm.vllm_layout import PartSum, summed
+from workers.engines.vllm.vllm_layout import PartSum, sum_checksums
 from workers.model.model_loading import outline
 from workers.transport.buckets import specs_in
 
@@ -237,7 +237,7 @@ class VllmServerEngine:
         dtypes = json.dumps({spec.name: spec.dtype for spec in firsts})
         shards = await self._rpc("summing weights", "rlsys_served_sums", dtypes)
         parts = [[PartSum(name, tuple(at), tuple(shape), value) for name, at, shape, value in own] for own in shards]
-        sums = summed(parts, firsts)
+        sums = sum_checksums(parts, firsts)
         return {spec: sums[first] for spec, first in zip(self._specs, firsts, strict=True) if first in sums}
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -294,7 +294,7 @@ class VllmServerEngine:
         """Take tokens of a request from the server. Returns how it ended; None if a pause cut it."""
         request = job.request
         num_begun = request.num_begun + len(job.output_ids)
-        ids = request.prompt_ids + request.begun_ids + tuple(job.output_ids)
+        ids = request.prompt_ids + request.given_ids + tuple(job.output_ids)
         seed = (continuation_seed(request.seed, num_begun) if num_begun else request.seed) % 2**63
         left = request.sampling.max_new_tokens - num_begun
         body = self._body(ids, request.sampling, seed) | {"max_tokens": left, "stream": True}
@@ -341,7 +341,7 @@ class VllmServerEngine:
             self._num_tokens += 1
             if token in self._limits.stop_token_ids:
                 return "stop"
-            if self._stop_texts.end(job.request.sampling.stop, (*job.request.begun_ids, *job.output_ids)):
+            if self._stop_texts.end(job.request.sampling.stop, (*job.request.given_ids, *job.output_ids)):
                 return "stop"
         return choice.get("finish_reason")
 

@@ -132,7 +132,7 @@ class Packed:
         units_CK[torch.arange(len(self.columns_C)), self.columns_C] = 1
         self.read_CN = self.multiply(units_CK, weight, None)
 
-    def corrected(self, weight: Tensor) -> Tensor:
+    def correct_columns(self, weight: Tensor) -> Tensor:
         """Return `weight` with the columns that were read. A zero has any sign."""
         assert self.read_CN is not None, "read comes first"
         own_NC, read_NC = weight[:, self.columns_C], self.read_CN.t()
@@ -205,7 +205,7 @@ class Shadow:
         for name, layer in self._layers:
             weight, packed = in_use[f"{name}.weight"], self._used[name]
             is_used = layer.cpu_linear is packed.multiply
-            actual = packed.corrected(weight) if is_used else torch.full_like(weight, torch.nan)
+            actual = packed.correct_columns(weight) if is_used else torch.full_like(weight, torch.nan)
             if actual is not weight:
                 for other in [key for key, tensor in in_use.items() if tensor.data_ptr() == weight.data_ptr()]:
                     in_use[other] = actual  # also under the name of the embedding that it is tied to

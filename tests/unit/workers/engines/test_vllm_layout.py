@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
-from workers.engines.vllm.vllm_layout import PartSum, Placement, View, covers, part_sums, rectangle_of, summed
+from workers.engines.vllm.vllm_layout import PartSum, Placement, View, covers, part_sums, rectangle_of, sum_checksums
 from workers.transport.checksums import checksum_of, spec_of
 
 SPEC = TensorSpec("w", "float32", (6, 4))
@@ -66,7 +66,7 @@ def test_fused_and_sharded_parameters_sum_to_the_published_tensors() -> None:
             Placement(Rectangle(specs["o"], (0, 2 * rank), (6, 2)), "o", (6, 2), View(0, (6, 2), (2, 1))),
         ]
         shards.append(part_sums(placements, parameters, dict.fromkeys("qkuo", "bfloat16")))
-    assert summed(shards, specs.values()) == {specs[name]: checksum_of(published[name]) for name in "qkuo"}
+    assert sum_checksums(shards, specs.values()) == {specs[name]: checksum_of(published[name]) for name in "qkuo"}
 
 
 def test_a_parameter_in_another_form_is_left_out() -> None:
@@ -93,7 +93,7 @@ def test_copies_count_once_and_only_whole_tensors_count(
     parts: list[tuple[tuple[int, ...], tuple[int, ...], int]], checksum: int | None
 ) -> None:
     shards = [[PartSum("w", *part)] for part in parts]
-    assert summed(shards, [SPEC]) == ({} if checksum is None else {SPEC: checksum})
+    assert sum_checksums(shards, [SPEC]) == ({} if checksum is None else {SPEC: checksum})
 
 
 def test_tensors_without_dimensions_or_elements_are_covered() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from workers.ray import fork_client
-from workers.ray.cluster import NO_MATHS, Resources, forked
+from workers.ray.cluster import NO_MATHS, Resources, fork_environment
 
 TOLD = """
 import os, sys
@@ -74,5 +74,5 @@ def test_a_forked_program_ends_with_its_client(forks: None, tmp_path: Path) -> N
 
 def test_only_workers_without_a_gpu_are_forked(forks: None) -> None:
     environment = {"A": "b"}
-    assert fork_client.__file__ in str(forked(environment, NO_MATHS)["py_executable"])
-    assert forked(environment, Resources(num_gpus=0.5)) == {"env_vars": environment}
+    assert fork_client.__file__ in str(fork_environment(environment, NO_MATHS)["py_executable"])
+    assert fork_environment(environment, Resources(num_gpus=0.5)) == {"env_vars": environment}

@@ -89,10 +89,10 @@ def test_newest_and_pinned_versions_survive_the_death_of_every_relay(num_relays)
         assert sorted(tier.recovered) == [member.name for member in tier.members]
         for member in tier.members:
             assert (await member.pin(0))[0].version == 0
-            assert {a.version for a in (await member.held()).announcements} == {0, 3}
+            assert {a.version for a in (await member.holding()).announcements} == {0, 3}
         await tier.publish(4)
         await tier.publish(5)
-        assert (await tier.members[0].held()).pinned == 0
+        assert (await tier.members[0].holding()).pinned == 0
 
     run_virtual(tier.supervised(scenario()))
 

@@ -137,7 +137,7 @@ class Run:
         """What is made of a whole step."""
         columns = {}
         if self.reference is not None and Signal.REFERENCE_MISMATCHED in self.config.algorithm.signals:
-            columns[Signal.REFERENCE_MISMATCHED] = self.reference.mismatched(plan, data)
+            columns[Signal.REFERENCE_MISMATCHED] = self.reference.mismatched_logprobs(plan, data)
         if self.critic is not None:
             columns[Signal.VALUES] = self.critic.values(plan, data)
         return columns

@@ -145,7 +145,7 @@ class Players(SessionPool, Answering):
         self.started.append(name)
         return FakeWorker(name, SessionWorker, Actor(name), ANSWER_S, of=self)
 
-    async def _sent(self, member: PoolMember, request: Any, phase: str) -> tuple[object, PayloadRef]:
+    async def _send_call(self, member: PoolMember, request: Any, phase: str) -> tuple[object, PayloadRef]:
         return await self.answered(member, request)
 
 
@@ -165,10 +165,10 @@ class Scripted(RolloutPool, Answering):
         self.started.append(name)
         return FakeWorker(name, RolloutWorker, Actor(name), ANSWER_S, of=self)
 
-    async def replaced(self, worker: str) -> None:
+    async def replace_episode(self, worker: str) -> None:
         await self.restart(worker, lambda name, seconds: self.recovered.append(name))
 
-    async def _sent(self, member: PoolMember, request: Any, phase: str) -> tuple[object, PayloadRef]:
+    async def _send_call(self, member: PoolMember, request: Any, phase: str) -> tuple[object, PayloadRef]:
         return await self.answered(member, request)
 
 
@@ -205,7 +205,7 @@ def test_a_retry_runs_elsewhere_while_the_dead_replica_is_replaced():
             await group
         setting_up = asyncio.Event()
         pool.set_ups = {"rollout-0.1": setting_up}
-        await pool.replaced("rollout-0")
+        await pool.replace_episode("rollout-0")
         assert pool.recovered == []
         again = asyncio.create_task(pool.run(assignment()))
         await settle()
@@ -229,7 +229,7 @@ def test_with_nobody_alive_work_waits_for_the_first_successor():
         await pool.ready()
         setting_up = asyncio.Event()
         pool.set_ups = {"rollout-0.1": setting_up}
-        restarts = [asyncio.create_task(pool.replaced("rollout-0")) for _ in range(3)]
+        restarts = [asyncio.create_task(pool.replace_episode("rollout-0")) for _ in range(3)]
         fresh = asyncio.create_task(pool.run(assignment()))
         await settle()
         assert (pool.asked, [r.done() for r in restarts]) == ([], [False] * 3)
@@ -250,7 +250,7 @@ def test_a_failed_successor_is_reported_and_replaced(error: RlsysError):
         pool = Scripted()
         await pool.ready()
         pool.set_ups = {"rollout-0.1": error}
-        await pool.replaced("rollout-0")
+        await pool.replace_episode("rollout-0")
         await settle()
         assert [failure.worker for failure in pool.failures] == ["rollout-0.1"]
         assert str(error) in str(pool.failures[0])
@@ -265,7 +265,7 @@ def test_a_lost_place_is_tried_again_with_pauses_until_it_returns():
         pool = Scripted()
         await pool.ready()
         pool.set_ups = {f"rollout-0.{n}": ModelError("no node has a GPU") for n in range(1, 12)}
-        await pool.replaced("rollout-0")
+        await pool.replace_episode("rollout-0")
         await asyncio.sleep(1 + 2 + 4 + 8 + 16 + 32 + 3.5 * 60)
         assert pool.recovered == []
         group = asyncio.create_task(pool.run(assignment()))
@@ -291,7 +291,7 @@ def test_a_replica_gives_way_to_a_scarcer_worker_and_returns():
         assert (pool.killed, [worker.name for worker in pool.processes]) == (["rollout-1"], ["rollout-0"])
         pool.give_way("reward-0.1")
         assert pool.killed == ["rollout-1"], "the only replica stays"
-        await pool.replaced("rollout-1")  # the group that failed with it asks for that
+        await pool.replace_episode("rollout-1")  # the group that failed with it asks for that
         await asyncio.sleep(59.0)
         assert pool.started == ["rollout-0", "rollout-1"]
         await asyncio.sleep(2.0)
@@ -306,7 +306,7 @@ def test_a_pool_that_lost_all_places_aborts_the_run():
         pool = Scripted()
         await pool.ready()
         pool.set_ups = {f"rollout-{i}.{n}": ModelError("out of disk") for i in range(2) for n in range(1, 9)}
-        await pool.replaced("rollout-0")
+        await pool.replace_episode("rollout-0")
         await settle()
         assert [failure.worker for failure in pool.failures] == ["rollout-0.1", "rollout-0.2"]
         group = asyncio.create_task(pool.run(assignment()))
@@ -319,7 +319,7 @@ def test_a_pool_that_lost_all_places_aborts_the_run():
         with pytest.raises(
             RunAborted, match=r"no rollout worker is left; the last failure: rollout-1\.2 .* out of disk"
         ):
-            await pool.replaced("rollout-1")
+            await pool.replace_episode("rollout-1")
         with pytest.raises(RunAborted):
             await waiting
 
@@ -331,8 +331,8 @@ def test_a_worker_of_no_pool_cannot_be_replaced():
         pool = Scripted()
         await pool.ready()
         with pytest.raises(RunAborted, match="actor-0 failed, and cannot be replaced in a run"):
-            await pool.replaced("actor-0")
-        await pool.replaced("rollout-999")
+            await pool.replace_episode("actor-0")
+        await pool.replace_episode("rollout-999")
 
     asyncio.run(scenario())
 
@@ -366,7 +366,7 @@ def test_session_workers_meet_every_replica_that_comes_or_goes():
         assert met(player)[-1] == (["rollout-0", "rollout-1"], [])
         setting_up = asyncio.Event()
         pool.set_ups = {"rollout-0.1": setting_up}
-        await pool.replaced("rollout-0")
+        await pool.replace_episode("rollout-0")
         await settle()
         assert met(player)[-1] == (["rollout-1"], [])
         setting_up.set()
@@ -382,7 +382,7 @@ def test_replicas_that_play_groups_meet_each_other():
         await pool.ready()
         await settle()
         assert met(actor_of(pool, 0))[-1] == met(actor_of(pool, 1))[-1] == (["rollout-0", "rollout-1"], [])
-        await pool.replaced("rollout-0")
+        await pool.replace_episode("rollout-0")
         await settle()
         assert met(actor_of(pool, 0))[-1] == met(actor_of(pool, 1))[-1] == (["rollout-0.1", "rollout-1"], [])
         assert actor_of(pool, 1).forget.asked == [("rollout-0",)]
@@ -401,7 +401,7 @@ def test_a_session_worker_that_dies_is_replaced_and_forgotten():
         sessions.end("session-0", died("session-0"))
         with pytest.raises(WorkerDied):
             await group
-        await pool.replaced("session-0")
+        await pool.replace_episode("session-0")
         await settle()
         assert pool.recovered == ["session-0"]
         assert actor_of(pool, 0).forget.asked == actor_of(pool, 1).forget.asked == [("session-0",)]
@@ -442,7 +442,7 @@ def test_without_replicas_the_groups_of_session_workers_end_the_run():
         waiting = asyncio.get_running_loop().create_future()
         sessions.members[0].calls._waiting.add(waiting)
         with pytest.raises(RunAborted, match="no rollout worker is left"):
-            await pool.replaced("rollout-0")
+            await pool.replace_episode("rollout-0")
         assert isinstance(waiting.exception(), RunAborted)
 
     asyncio.run(scenario())
@@ -595,14 +595,14 @@ def test_a_replica_that_dies_during_setup_has_one_successor():
         await pool.ready()
         setting_up = asyncio.Event()
         pool.set_ups, pool.set_up_ends = {"rollout-0.1": setting_up}, {"rollout-0.1": died("rollout-0.1")}
-        restarts = [asyncio.create_task(pool.replaced(name)) for name in ("rollout-0", "rollout-0.1")]
+        restarts = [asyncio.create_task(pool.replace_episode(name)) for name in ("rollout-0", "rollout-0.1")]
         await settle()
         assert pool.started == ["rollout-0", "rollout-0.1"], "it is being replaced already"
         setting_up.set()
         await asyncio.gather(*restarts)
         assert pool.started == ["rollout-0", "rollout-0.1", "rollout-0.2"]
         assert pool.killed == ["rollout-0", "rollout-0.1"]
-        await pool.replaced("rollout-0.2")
+        await pool.replace_episode("rollout-0.2")
         await settle()
         assert [member.name for member in pool.members] == ["rollout-0.3"]
 
@@ -665,7 +665,7 @@ def test_a_hung_replica_writes_its_stacks_before_it_is_killed():
         await pool.ready()
         hung = pool.members[0].worker.actor.dump_stacks
         hung.answer = asyncio.Event()
-        await pool.replaced("rollout-0")
+        await pool.replace_episode("rollout-0")
         await settle()
         assert (len(hung.asked), pool.killed) == (1, [])
         hung.answer.set()
@@ -688,7 +688,7 @@ class Silent:
 class Leased(Scripted):
     """The first member never answers a group."""
 
-    _sent = RolloutPool._sent
+    _send_call = RolloutPool._send_call
 
     async def sent(self) -> asyncio.Task[tuple[Group, ...]]:
         """A group on the first member."""

@@ -471,7 +471,7 @@ def test_a_corrupted_tensor_closes_the_gate_for_good():
         for version in (1, 2):
             with pytest.raises(WeightsMismatch, match=r"earlier weight change failed, .* while verifying version 2: "):
                 await held(replica, version)
-        assert replica.weights.held == acknowledged(1)
+        assert replica.weights.acknowledgement == acknowledged(1)
 
     played([replica], scenario)
     assert shelf.pulls == [1, 2]
@@ -482,7 +482,7 @@ def test_a_replica_served_one_version_late_starts_nothing_on_it():
     replica = replica_of(Shelf(version=2, late=True), scripted("a"))
     with pytest.raises(WeightsMismatch, match="asked for version 2 or newer, and got 1"):
         played([replica], lambda: held(replica, 2))
-    assert replica.weights.held is None
+    assert replica.weights.acknowledgement is None
     assert replica.weights.take_pulls() == (), "a failed pull is not reported"
 
 
@@ -496,7 +496,7 @@ def test_a_failed_probe_stops_the_replica_naming_both_versions():
         shelf.probe = Probe((1, 2, 3), (-0.5, 0.0))  # the scripted engine says 0 of every token
         with pytest.raises(WeightsMismatch, match=r"version 2: .* by 0\.25 .* before the change it held version 1"):
             await held(replica, 2)
-        assert replica.weights.held == acknowledged(1)
+        assert replica.weights.acknowledgement == acknowledged(1)
 
     played([replica], scenario)
 

@@ -138,8 +138,10 @@ def test_a_system_message_of_the_configuration_opens_conversations_without_one()
 def test_a_system_message_of_a_task_replaces_that_of_the_configuration():
     codec = TextTokenizer(chatml(), ChatSection(system="Be brief."))
     task = Task(id="t", prompt="y", system="Be long.")
-    assert codec.spell(codec.opened(task)).startswith("<|im_start|>system\nBe long.<|im_end|>\n<|im_start|>user\ny")
-    assert "system" not in codec.spell(codec.opened(Task(id="t", prompt="y", system="")))
+    assert codec.spell(codec.encode_task(task)).startswith(
+        "<|im_start|>system\nBe long.<|im_end|>\n<|im_start|>user\ny"
+    )
+    assert "system" not in codec.spell(codec.encode_task(Task(id="t", prompt="y", system="")))
 
 
 def test_a_system_message_joins_the_first_message_where_the_template_knows_none():

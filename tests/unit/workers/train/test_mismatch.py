@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from rlsys.monitoring.metric_catalog import undocumented
+from rlsys.monitoring.metric_catalog import undocumented_names
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import BIN_WIDTH, MAX_LOG_RATIO, Mismatch, StepMetrics
 
@@ -57,7 +57,7 @@ class Joined(RankGroup):
 
 
 def test_the_figures_by_hand() -> None:
-    figures = mismatch([(math.log(2), 0), (math.log(0.5), 0), (0.0, 3)]).reduced(RankGroup())
+    figures = mismatch([(math.log(2), 0), (math.log(0.5), 0), (0.0, 3)]).reduce_over(RankGroup())
     assert figures["sampler/logp_diff_mean"] == pytest.approx(2 * math.log(2) / 3)
     assert figures["sampler/logp_diff_max"] == pytest.approx(math.log(2))
     kl = (2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))
@@ -72,23 +72,23 @@ def test_the_figures_by_hand() -> None:
 
 
 def test_only_buckets_with_tokens_are_reported_and_documented() -> None:
-    few = mismatch([(0.1, 1), (0.2, 9), (0.3, 4)]).reduced(RankGroup())
+    few = mismatch([(0.1, 1), (0.2, 9), (0.3, 4)]).reduce_over(RankGroup())
     assert {name.split("/")[1] for name in few if name.count("/") == 2} == {"s1", "s4plus"}
     assert few["sampler/s4plus/ratio_max"] == pytest.approx(math.exp(0.3))
-    every = mismatch([(0.0, staleness) for staleness in range(6)]).reduced(RankGroup())
+    every = mismatch([(0.0, staleness) for staleness in range(6)]).reduce_over(RankGroup())
     assert len(every) == 6 * 8
-    assert undocumented(every) == []
+    assert undocumented_names(every) == []
 
 
 @given(tokens, st.data())
 def test_no_split_into_micro_batches_or_ranks_changes_a_figure(step: list[tuple[float, int]], data) -> None:
-    whole = mismatch(step).reduced(RankGroup())
+    whole = mismatch(step).reduce_over(RankGroup())
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(step) - 1)), max_size=6)))
     micro_batches = [part for a, b in zip([0, *cuts], [*cuts, len(step)], strict=True) if (part := step[a:b])]
     others = [RecordedSteps() for _ in range(data.draw(st.integers(0, 3)))]
     for place, other in enumerate(others):
-        mismatch(*micro_batches[place + 1 :: len(others) + 1]).reduced(other)
-    split = mismatch(*micro_batches[0 :: len(others) + 1]).reduced(Joined(others) if others else RankGroup())
+        mismatch(*micro_batches[place + 1 :: len(others) + 1]).reduce_over(other)
+    split = mismatch(*micro_batches[0 :: len(others) + 1]).reduce_over(Joined(others) if others else RankGroup())
     assert split.keys() == whole.keys()
     assert split == pytest.approx(whole, rel=1e-12, abs=1e-12)
 
@@ -96,7 +96,7 @@ def test_no_split_into_micro_batches_or_ranks_changes_a_figure(step: list[tuple[
 @given(tokens)
 @example([(16.9375, 0)])  # as far from the middle of its bin as can be
 def test_percentiles_are_those_of_all_tokens_within_the_resolution(step: list[tuple[float, int]]) -> None:
-    figures = mismatch(step).reduced(RankGroup())
+    figures = mismatch(step).reduce_over(RankGroup())
     log_ratios = tensor([x for x, _ in step], dtype=torch.float64).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
         exact = log_ratios.quantile(share, interpolation="lower").item()
@@ -107,17 +107,17 @@ def test_percentiles_are_those_of_all_tokens_within_the_resolution(step: list[tu
 def test_the_effective_sample_size_lies_between_one_token_and_all(
     step: list[tuple[float, int]], log_ratio: float
 ) -> None:
-    equal = mismatch([(log_ratio, staleness) for _, staleness in step]).reduced(RankGroup())
+    equal = mismatch([(log_ratio, staleness) for _, staleness in step]).reduce_over(RankGroup())
     assert [value for name, value in equal.items() if name.endswith("ess")] == pytest.approx([1.0] * (len(equal) // 8))
-    assert 1 / len(step) - 1e-9 <= mismatch(step).reduced(RankGroup())["sampler/ess"] <= 1 + 1e-9
+    assert 1 / len(step) - 1e-9 <= mismatch(step).reduce_over(RankGroup())["sampler/ess"] <= 1 + 1e-9
 
 
 def test_one_token_that_outweighs_all_others_is_all_that_counts() -> None:
-    assert mismatch([(20.0, 0), *[(-20.0, 0)] * 9]).reduced(RankGroup())["sampler/ess"] == pytest.approx(0.1)
+    assert mismatch([(20.0, 0), *[(-20.0, 0)] * 9]).reduce_over(RankGroup())["sampler/ess"] == pytest.approx(0.1)
 
 
 def test_logprobs_that_are_not_numbers_are_reported_not_raised() -> None:
-    figures = mismatch([(math.nan, 0), (math.inf, 0)]).reduced(RankGroup())
+    figures = mismatch([(math.nan, 0), (math.inf, 0)]).reduce_over(RankGroup())
     assert math.isnan(figures["sampler/mismatch_kl"])
 
 

@@ -15,7 +15,7 @@ from rlsys.cli import app
 from rlsys.errors import ModelError
 from tests.families import EXPERTS, FAMILIES, SIZES, tiny
 from tests.models import save_model
-from workers.model.model_loading import load_base_model, load_model, supported
+from workers.model.model_loading import load_base_model, load_model, supported_outline
 from workers.model.model_support import check_context, check_supported
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_model_that_reads_images_is_refused(kind: str, tmp_path: Path) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=rf"\({kind}\) also has encoders for vision, and rlsys trains models of text"):
-        supported(str(tmp_path))
+        supported_outline(str(tmp_path))
 
 
 def outline_of(kind: str, **changes: Any) -> PreTrainedModel:

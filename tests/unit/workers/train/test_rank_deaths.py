@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from rlsys.errors import CheckpointError, RlsysError, TrainingError, WorkerDied, WorkerError
-from rlsys.loop.checkpoint import saved
+from rlsys.loop.checkpoint import copy_and_write
 from rlsys.testing import now, run_virtual
 from workers.ray.remote_proxy import Remote
 from workers.train.ranks import ActorRank
@@ -54,7 +54,7 @@ def actor_of(*ranks: Process) -> ActorHandle:
 
 
 async def save(actor: ActorHandle) -> None:
-    await saved(actor.save(Path("actor")))
+    await copy_and_write(actor.save(Path("actor")))
 
 
 def failure_of(call: Coroutine[object, object, object]) -> tuple[RlsysError, float]:

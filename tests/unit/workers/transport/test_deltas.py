@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.weight_sync.manifest import ALIGNMENT
-from workers.transport.deltas import BLOCK, WORTHWHILE, delta_of, patched
+from workers.transport.deltas import BLOCK, WORTHWHILE, apply_delta, delta_of
 
 LINES_OF_BLOCK = 2 * BLOCK // ALIGNMENT
 NUM_LINES = [1, 2, 40, LINES_OF_BLOCK - 1, LINES_OF_BLOCK, LINES_OF_BLOCK + 1, 2 * LINES_OF_BLOCK + 3]
@@ -47,7 +47,7 @@ def test_a_delta_gives_the_exact_bytes_of_the_newer_bucket(num_lines: int, seed:
     if delta is None:
         assert (old != new).mean() > WORTHWHILE / 2 - 1 / len(new)
     else:
-        assert patched(frozen(old), frozen(delta)).tobytes() == new.tobytes()
+        assert apply_delta(frozen(old), frozen(delta)).tobytes() == new.tobytes()
 
 
 @pytest.mark.parametrize("num_lines", NUM_LINES)
@@ -58,7 +58,7 @@ def test_changes_at_either_end_are_kept(num_lines: int, places: list[int]) -> No
     new[places] ^= 0x8001
     delta = delta_of(frozen(old), frozen(new))
     assert delta is not None
-    assert patched(frozen(old), delta).tobytes() == new.tobytes()
+    assert apply_delta(frozen(old), delta).tobytes() == new.tobytes()
     assert len(delta) == 4 * (-(-len(old) // BLOCK) + len(places))
 
 
@@ -68,7 +68,7 @@ def test_a_delta_of_float32_weights_is_exact(num_lines: int, seed: int, share: f
     old = rng.standard_normal(num_lines * ALIGNMENT // 4, dtype=np.float32)
     new = np.where(rng.random(len(old)) < share, old * np.float32(1.001), old)
     delta = delta_of(frozen(old), frozen(new))
-    assert delta is None or patched(frozen(old), delta).tobytes() == new.tobytes()
+    assert delta is None or apply_delta(frozen(old), delta).tobytes() == new.tobytes()
 
 
 @pytest.mark.parametrize("num_lines", NUM_LINES)
@@ -80,7 +80,7 @@ def test_a_bucket_that_changes_throughout_has_no_delta(num_lines: int) -> None:
 @pytest.mark.parametrize("num_bytes", [0, 1, 3, 11, 12, 13, -1, -2, -4])
 def test_a_cut_delta_gives_no_bytes(num_bytes: int) -> None:
     old, _, delta = with_delta()
-    assert len(patched(old, delta[:num_bytes])) == 0
+    assert len(apply_delta(old, delta[:num_bytes])) == 0
 
 
 def test_counts_that_do_not_add_up_give_no_bytes() -> None:
@@ -88,14 +88,14 @@ def test_counts_that_do_not_add_up_give_no_bytes() -> None:
     for count in (0, 1, 2**31, 2**32 - 1):
         bad = delta.copy()
         bad[:12].view(np.uint32)[1] = count
-        assert len(patched(old, bad)) == 0
+        assert len(apply_delta(old, bad)) == 0
 
 
 def test_a_position_past_the_end_gives_no_bytes() -> None:
     old, _, delta = with_delta()
     bad = delta.copy()
     bad[-2:].view(np.uint16)[0] = BLOCK - 1
-    assert len(patched(old, bad)) == 0
+    assert len(apply_delta(old, bad)) == 0
 
 
 @given(st.integers(0, 2**31), st.integers(0, 7))
@@ -103,7 +103,7 @@ def test_a_flipped_bit_gives_other_bytes(place: int, bit: int) -> None:
     old, new, delta = with_delta()
     flipped = delta.copy()
     flipped[place % len(delta)] ^= 1 << bit
-    assert patched(old, flipped).tobytes() != new.tobytes()
+    assert apply_delta(old, flipped).tobytes() != new.tobytes()
 
 
 @given(SEEDS, st.integers(1, 64))
@@ -116,7 +116,7 @@ def test_counts_that_move_between_blocks_give_other_bytes(seed: int, number: int
     number = min(number, int(counts[source]))
     counts[source] -= number
     counts[target] += number
-    assert patched(old, moved).tobytes() != new.tobytes()
+    assert apply_delta(old, moved).tobytes() != new.tobytes()
 
 
 @given(st.sampled_from(NUM_LINES), st.binary(max_size=300), SEEDS)
@@ -127,7 +127,7 @@ def test_random_bytes_are_no_delta(num_lines: int, body: bytes, seed: int) -> No
     counts = np.zeros(-(-num_lines // LINES_OF_BLOCK), np.uint32)
     counts[seed % len(counts)] = len(body) // 4
     for data in (body, counts.tobytes() + body):
-        assert len(patched(old, np.frombuffer(data, np.uint8))) in (0, len(old))
+        assert len(apply_delta(old, np.frombuffer(data, np.uint8))) in (0, len(old))
 
 
 def test_a_delta_of_a_bucket_of_another_size_gives_other_bytes() -> None:
@@ -135,8 +135,8 @@ def test_a_delta_of_a_bucket_of_another_size_gives_other_bytes() -> None:
     for num_bytes in (ALIGNMENT, 2 * BLOCK, len(old) - ALIGNMENT):
         other = delta_of(old[:num_bytes], new[:num_bytes])
         assert other is not None
-        assert patched(old, other).tobytes() != new.tobytes()
-        assert patched(old[:num_bytes], delta).tobytes() != new[:num_bytes].tobytes()
+        assert apply_delta(old, other).tobytes() != new.tobytes()
+        assert apply_delta(old[:num_bytes], delta).tobytes() != new[:num_bytes].tobytes()
 
 
 def test_weights_after_a_small_step_are_sent_in_few_bytes() -> None:
