@@ -18,8 +18,8 @@ from rlsys.types import Group
 class DAPO(ClippedSurrogate, PolicyGradient):
     """DAPO (arXiv:2503.14476): clip-higher, the mean over tokens, no KL, dynamic sampling, soft overlong punishment.
 
-    Dynamic sampling: a group in which every agent's rewards are all equal has no signal; it is dropped, and another
-    group is rolled out in its place. Only rewards that determine the advantage of a trained agent count.
+    Dynamic sampling: a group in which every agent's rewards are all equal has zero advantage; it is dropped, and
+    another group is rolled out in its place. Only rewards that determine the advantage of a trained agent count.
 
     The paper takes 16 updates per step (`train.updates_per_step`); its ratio is against the policy before the first.
     """
@@ -38,7 +38,7 @@ class DAPO(ClippedSurrogate, PolicyGradient):
         if self.overlong_tokens and not self.max_length:
             yield "max_length: required with overlong_tokens"
 
-    def has_signal(self, group: Group) -> bool:
+    def can_learn_from(self, group: Group) -> bool:
         """True if rewards that a trained trajectory depends on differ, before any length penalty."""
         differ = peer_advantages(group, lambda rewards_G, **_: [float(len(set(rewards_G)) > 1)] * len(rewards_G))
         trained = {(a.episode, a.trajectory) for a in self.assign(group)}

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from algorithms.fields import RULES, ShareBelowOne
 from algorithms.functional import log_ratio
 from algorithms.policy_gradient import clipped_objective
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class Distill(Algorithm):
     """A token's probability ratio may rise to 1 + `clip_high` before its gradient stops."""
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE_LOGPROBS})
+    def columns(self) -> frozenset[Column]:
+        return frozenset({Column.REFERENCE_LOGPROBS})
 
     @property
     def max_safe_staleness(self) -> int | None:
@@ -61,7 +61,7 @@ class Distill(Algorithm):
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         """-min(r A, clip(r) A) of each token."""
-        teacher_N = batch.columns_N[Signal.REFERENCE_LOGPROBS]
+        teacher_N = batch.columns_N[Column.REFERENCE_LOGPROBS]
         advantages_N = (teacher_N - logprobs_N.detach()).clamp(-self.max_advantage, self.max_advantage)
         ratio_N = log_ratio(logprobs_N, batch.behavior_logprobs_N).exp()
         result = clipped_objective(ratio_N, advantages_N, self.clip_low, self.clip_high)

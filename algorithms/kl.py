@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from algorithms.functional import discounted_sums, is_last, log_ratio
-from rlsys.algorithm import LossInputs, LossOutput, Signal
+from rlsys.algorithm import Column, LossInputs, LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: 
 
 def kl_term(kl_coef: float, estimator: Estimator, policies: Policies) -> LossOutput:
     """kl_coef · min(r, 2) · KL(policy || reference) per token, with the ratio r of the surrogate, without gradient."""
-    kl_N = kl_estimate(estimator, policies.current_N, policies.batch.columns_N[Signal.REFERENCE_LOGPROBS])
+    kl_N = kl_estimate(estimator, policies.current_N, policies.batch.columns_N[Column.REFERENCE_LOGPROBS])
     ratio_N = policies.log_ratio().detach().exp().clamp(max=MAX_KL_RATIO)
     return LossOutput(kl_coef * ratio_N * kl_N, {"policy/kl_ref": kl_N.detach()})
 
@@ -67,7 +67,7 @@ def penalised_rewards(inputs: LossInputs, kl_coef: float, estimator: Estimator) 
     rewards_N = inputs.advantages_N * is_last(inputs.lengths_S, len(inputs.advantages_N))
     if kl_coef == 0:
         return rewards_N
-    reference_N = inputs.columns_N[Signal.REFERENCE_LOGPROBS]
+    reference_N = inputs.columns_N[Column.REFERENCE_LOGPROBS]
     return rewards_N - kl_coef * kl_estimate(estimator, inputs.behavior_logprobs_N, reference_N)
 
 

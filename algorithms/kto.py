@@ -14,10 +14,10 @@ from algorithms.functional import sample_totals
 from rlsys.algorithm import (
     Aggregation,
     Algorithm,
+    Column,
     LossInputs,
     LossOutput,
     Ranks,
-    Signal,
     StepAdvantages,
     TrajectoryAdvantage,
 )
@@ -81,10 +81,10 @@ class KTO(Algorithm):
     the weights that first scored it. null: no limit, the loss of the paper."""
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        matched = frozenset({Signal.REFERENCE_LOGPROBS})
+    def columns(self) -> frozenset[Column]:
+        matched = frozenset({Column.REFERENCE_LOGPROBS})
         return (
-            matched | {Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED} if self.has_step_statistics else matched
+            matched | {Column.REFERENCE_MISMATCHED, Column.POLICY_MISMATCHED} if self.has_step_statistics else matched
         )
 
     @property
@@ -156,8 +156,8 @@ class KTO(Algorithm):
         """Compute `z0`, in nats, and the mean of beta r over desirable and over undesirable samples, where there are
         any."""
         columns_N, lengths_S = step.columns_N, step.lengths_S
-        mismatched_N = columns_N[Signal.POLICY_MISMATCHED] - columns_N[Signal.REFERENCE_MISMATCHED]
-        matched_N = step.proximal_logprobs_N - columns_N[Signal.REFERENCE_LOGPROBS]
+        mismatched_N = columns_N[Column.POLICY_MISMATCHED] - columns_N[Column.REFERENCE_MISMATCHED]
+        matched_N = step.proximal_logprobs_N - columns_N[Column.REFERENCE_LOGPROBS]
         reward_S = self.beta * self._total(matched_N, lengths_S)
         is_desirable_S = _per_sample(step.advantages_N, lengths_S) > 0
         terms_5S = reward_S.new_ones(5, len(reward_S)).double()
@@ -179,7 +179,7 @@ class KTO(Algorithm):
         """Give every token the loss of its sample, which the mean over samples then counts once."""
         lengths_S, num_tokens = batch.lengths_S, len(logprobs_N)
         weight_S = _per_sample(batch.advantages_N, lengths_S)
-        ratio_S = self._total(logprobs_N - batch.columns_N[Signal.REFERENCE_LOGPROBS], lengths_S)
+        ratio_S = self._total(logprobs_N - batch.columns_N[Column.REFERENCE_LOGPROBS], lengths_S)
         margin_S = weight_S.sign() * self.beta * (ratio_S - batch.facts.get("z0", 0.0))
         miss_S = (-margin_S).sigmoid()  # 1 - sigmoid(margin)
         metrics_S = {

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from algorithms.corrections import Corrections, Policies, Tis, apply_corrections, carries_ratio, problems_of
 from algorithms.fields import RULES, Fraction, Over, ShareBelowOne
 from algorithms.kl import Estimator, kl_term
-from rlsys.algorithm import Aggregation, Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Aggregation, Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group, OutcomeKind, TrajectoryMeta
 from rlsys.util.deviation import deviation
 
@@ -203,8 +203,8 @@ class PolicyGradient(Algorithm):
         yield from ()
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        return frozenset({Signal.REFERENCE_LOGPROBS}) if self.kl_coef > 0 else frozenset()
+    def columns(self) -> frozenset[Column]:
+        return frozenset({Column.REFERENCE_LOGPROBS}) if self.kl_coef > 0 else frozenset()
 
     @property
     def max_safe_staleness(self) -> int | None:

@@ -12,7 +12,7 @@ from algorithms.fields import RULES, Fraction
 from algorithms.functional import gae
 from algorithms.kl import penalised_rewards
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded_peers
-from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import Column, LossInputs, LossOutput, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group, PolicyVersion
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class PPO(ClippedSurrogate, PolicyGradient):
     allows_early_ends: ClassVar[bool] = False
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        return super().signals | {Signal.VALUES}
+    def columns(self) -> frozenset[Column]:
+        return super().columns | {Column.VALUES}
 
     @property
     def max_safe_staleness(self) -> int | None:
@@ -75,7 +75,7 @@ class PPO(ClippedSurrogate, PolicyGradient):
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         """Compute GAE; the critic's target is A + V."""
-        values_N = inputs.columns_N[Signal.VALUES]
+        values_N = inputs.columns_N[Column.VALUES]
         rewards_N = penalised_rewards(inputs, self.kl_coef, self.kl_estimator)
         advantages_N = gae(rewards_N, values_N, inputs.lengths_S, self.gamma, self.gae_lambda)
         return TokenAdvantages(advantages_N, advantages_N + values_N)
@@ -87,7 +87,7 @@ class PPO(ClippedSurrogate, PolicyGradient):
         errors_N = (values_N - batch.returns_N).square()
         if self.value_clip is None:
             return LossOutput(errors_N / 2)
-        old_N = batch.columns_N[Signal.VALUES]
+        old_N = batch.columns_N[Column.VALUES]
         clipped_N = old_N + (values_N - old_N).clamp(-self.value_clip, self.value_clip)
         clipped_errors_N = (clipped_N - batch.returns_N).square()
         metrics_N = {"critic/clip_frac": (clipped_errors_N > errors_N).float()}

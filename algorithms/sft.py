@@ -29,8 +29,8 @@ class SFT(Algorithm):
     group_size: PositiveInt = 1
     """Episodes per task; more than 1 only makes sense where answers are sampled."""
     reward_above: float | None = None
-    """Train only on trajectories with a reward above this; a group without any is dropped as `no_signal`. None: on all,
-    whatever their reward."""
+    """Train only on trajectories with a reward above this; a group without any is dropped as `zero_advantage`. None: on
+    all, whatever their reward."""
 
     @property
     def answers(self) -> frozenset[Answers]:
@@ -47,7 +47,7 @@ class SFT(Algorithm):
     def uses_rewards(self) -> bool:
         return self.reward_above is not None
 
-    def has_signal(self, group: Group) -> bool:
+    def can_learn_from(self, group: Group) -> bool:
         return any(True for _ in self.advantages(group))
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:

@@ -1,7 +1,7 @@
 """Plug-in interface of algorithms.
 
 An algorithm is one frozen dataclass, configuration and code in one, and pure. It declares the extra per-token columns
-it needs (`signals`), turns rewards into advantages (`advantages`), and gives a loss per token (`loss`). Most algorithms
+it needs (`columns`), turns rewards into advantages (`advantages`), and gives a loss per token (`loss`). Most algorithms
 need no more. Every other method has a default; the methods are called in this order:
 
     advantages            driver    a scored group          one number per trajectory to train
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Signal(StrEnum):
+class Column(StrEnum):
     """Extra per-token column that an algorithm needs; its worker starts only if it is declared."""
 
     REFERENCE_LOGPROBS = "reference_logprobs"
@@ -44,17 +44,17 @@ class Signal(StrEnum):
 
     @property
     def is_made_in_training(self) -> bool:
-        """True if the actor's ranks compute it in the step that reads it; every other signal has an annotator."""
-        return self is Signal.POLICY_MISMATCHED
+        """True if the actor's ranks compute it in the step that reads it; every other column has an annotator."""
+        return self is Column.POLICY_MISMATCHED
 
     @property
     def is_paired(self) -> bool:
         """True if it is computed on mismatched pairs: samples after another task's prompt."""
-        return self in (Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED)
+        return self in (Column.REFERENCE_MISMATCHED, Column.POLICY_MISMATCHED)
 
 
-REFERENCE_SIGNALS = frozenset({Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED})
-"""Signals of a frozen model."""
+REFERENCE_COLUMNS = frozenset({Column.REFERENCE_LOGPROBS, Column.REFERENCE_MISMATCHED})
+"""Columns of a frozen model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class LossInputs:
     """Versions between the weights a token was sampled from and those at the start of the step."""
     lengths_S: Tensor
     """Trained tokens of each sample: the first sample has the first `lengths_S[0]` entries, and so on."""
-    columns_N: Mapping[Signal, Tensor] = field(default_factory=dict)
+    columns_N: Mapping[Column, Tensor] = field(default_factory=dict)
     returns_N: Tensor | None = None
     """Targets of the critic, if `token_advantages` returned them."""
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class Algorithm:
     still count: in baselines, and for agents without a reward."""
 
     @property
-    def signals(self) -> frozenset[Signal]:
+    def columns(self) -> frozenset[Column]:
         """Extra columns that its methods read."""
         return frozenset()
 
@@ -227,8 +227,8 @@ class Algorithm:
         """Return True if the step from `version` trains the policy; False while only a critic warms up."""
         return True
 
-    def has_signal(self, group: Group) -> bool:
-        """Return True if this scored group can be learned from; else it is dropped as `no_signal` and replaced."""
+    def can_learn_from(self, group: Group) -> bool:
+        """Return True if this scored group can be learned from; else it is dropped as `zero_advantage` and replaced."""
         return True
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:

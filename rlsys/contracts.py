@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.algorithm import Column, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan
 from rlsys.errors import WorkerError
 from rlsys.types import (
@@ -169,8 +169,8 @@ class Composer(Protocol):
 class Reference(Protocol):
     """Worker with a frozen model that adds one extra column to groups as they arrive."""
 
-    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        """Return the groups with a reference to the new column in `columns[signal]`. Raises `PayloadLost`."""
+    async def annotate(self, groups: Sequence[Group], column: Column) -> list[Group]:
+        """Return the groups with a reference to the new column in `columns[column]`. Raises `PayloadLost`."""
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Replace the worker if its process is the one called `worker`; return once it can serve.
@@ -182,7 +182,7 @@ class Reference(Protocol):
 class StepAnnotator(Protocol):
     """Worker that computes one extra column for a complete step: the critic, or a `Reference`."""
 
-    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         """Return one reference per rank, to the columns of its micro-batches, updates in order. Each column is one
         array of floats, one per trained token. Raises `PayloadLost`."""
 
@@ -193,10 +193,10 @@ class TrainedModel(Protocol):
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Fetch the data of the next step to every rank. Raises `PayloadLost` before any rank is stepped."""
 
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         """Train one step on the fetched data: every update of the plan, in order.
 
-        `columns[signal][r]` is the result of `StepAnnotator.annotate_step` for rank r. Raises `TrainingError` on NaN
+        `columns[column][r]` is the result of `StepAnnotator.annotate_step` for rank r. Raises `TrainingError` on NaN
         before the failed update is stepped; never `PayloadLost`.
         """
 
@@ -317,12 +317,12 @@ class Workers:
     rewards: Rewards
     actor: Actor
     relays: Relays
-    annotators: Mapping[Signal, Reference] = field(default_factory=dict)
-    """Workers for the signals made on single groups as they arrive."""
+    annotators: Mapping[Column, Reference] = field(default_factory=dict)
+    """Workers for the columns made on single groups as they arrive."""
     evaluation: PinnedRollouts | None = None
     """Replicas of the evaluation lane; None in a run without evaluation."""
-    step_annotators: Mapping[Signal, StepAnnotator] = field(default_factory=dict)
-    """Workers for the signals made on complete steps; for `Signal.VALUES` it is the critic."""
+    step_annotators: Mapping[Column, StepAnnotator] = field(default_factory=dict)
+    """Workers for the columns made on complete steps; for `Column.VALUES` it is the critic."""
     critic: Critic | None = None
     """None if the algorithm needs no values."""
     composer: Composer | None = None

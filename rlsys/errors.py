@@ -110,8 +110,8 @@ class NothingToTrain(RlsysError):
     """A group with too few scored episodes to give any of them an advantage. It is dropped and counted."""
 
 
-class NoSignal(RlsysError):
-    """Scored groups without a training signal. They are dropped and counted, but nothing failed."""
+class ZeroAdvantage(RlsysError):
+    """Scored groups in which no trajectory has an advantage. They are dropped and counted, but nothing failed."""
 
 
 class RunAborted(RlsysError):

@@ -461,7 +461,7 @@ class Group:
     payload: Ref
     """Reference to `tuple[Episode, ...]`."""
     columns: Mapping[str, Ref] = field(default_factory=dict)
-    """Signal name -> reference to the extra per-token column (one array of fp32 per sample, in sample order)."""
+    """Column name -> reference to the extra per-token column (one array of fp32 per sample, in sample order)."""
     policy: str = POLICY
     """Name of the policy trained on this group; `versions` and `weights` are of this policy only."""
     source: str = ""

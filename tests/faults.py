@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.contracts import Busy, GroupScores, Saving, TrainedGroup, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import WITHOUT_REPACKING, build_driver
@@ -87,8 +87,8 @@ class Watched:
     """Workers that replace those of the world."""
     world: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the `FakeWorld`."""
-    needs: frozenset[Signal] = frozenset()
-    """Signals that annotators add to groups."""
+    needs: frozenset[Column] = frozenset()
+    """Columns that annotators add to groups."""
 
 
 def alerts_of(watched: Watched, folder: Path) -> list[AlertRaised]:
@@ -538,7 +538,7 @@ CAUSES: Mapping[str, PlantedCause] = {
             max_staleness=2,
             rollout_s=lambda noise: 0.3,
             train_s=0.2,
-            needs=frozenset({Signal.REFERENCE_LOGPROBS}),
+            needs=frozenset({Column.REFERENCE_LOGPROBS}),
             world={**_QUICK, "annotate_s": lambda group_id: 0.5},
         ),
         "annotate",

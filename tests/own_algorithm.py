@@ -27,7 +27,7 @@ def main() -> None:
     algorithm = Config.load([], [*NEEDED, "algorithm.type=best_of_group", "algorithm.at_least=0.1"]).algorithm
     payloads = [random_group(random.Random(seed), 4) for seed in range(2)]
     groups = [group_of(group_id, payload) for group_id, payload in enumerate(payloads)]
-    assert all(algorithm.has_signal(group) for group in groups)
+    assert all(algorithm.can_learn_from(group) for group in groups)
     assigned = [tuple(algorithm.advantages(group)) for group in groups]
     assert [len(of_group) for of_group in assigned] == [1, 1]
     plan = plan_batch(groups, assigned, algorithm.aggregation, num_ranks=1, max_tokens=512)[0]

@@ -26,7 +26,7 @@ from algorithms.m2po import M2PO
 from algorithms.policy_gradient import ClippedSurrogate
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
+from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput
 from rlsys.batch.tensors import MicroBatch
 from rlsys.types import Group
 from tests.groups import episode, group
@@ -73,10 +73,10 @@ def tokens(num_samples: int, mean_length: int) -> Both:
         staleness_N=torch.zeros(num_tokens, dtype=torch.int64),
         lengths_S=lengths_S,
         columns_N={
-            Signal.VALUES: noise(0.5),
-            Signal.REFERENCE_LOGPROBS: behavior_N + noise(0.1),
-            Signal.REFERENCE_MISMATCHED: behavior_N + noise(0.2),
-            Signal.POLICY_MISMATCHED: behavior_N + noise(0.2),
+            Column.VALUES: noise(0.5),
+            Column.REFERENCE_LOGPROBS: behavior_N + noise(0.1),
+            Column.REFERENCE_MISMATCHED: behavior_N + noise(0.2),
+            Column.POLICY_MISMATCHED: behavior_N + noise(0.2),
         },
         returns_N=noise(1.0),
     )
@@ -159,7 +159,7 @@ class Padded:
     proximal: Tensor
     advantages: Tensor
     returns: Tensor
-    columns: Mapping[Signal, Tensor]
+    columns: Mapping[Column, Tensor]
 
     @classmethod
     def of(cls, both: Both) -> Padded:
@@ -177,7 +177,7 @@ class Padded:
             proximal=padded(batch.proximal_logprobs_N),
             advantages=padded(batch.advantages_N),
             returns=padded(batch.returns_N),
-            columns={signal: padded(column_N) for signal, column_N in batch.columns_N.items()},
+            columns={kind: padded(column_N) for kind, column_N in batch.columns_N.items()},
         )
 
 
@@ -222,7 +222,7 @@ def geometric_reference(logprobs_BT: Tensor, x: Padded, a: GRPO) -> Tensor:
 def kl_reference(logprobs_BT: Tensor, x: Padded, a: GRPO) -> Tensor:
     """Clipped against the sampler, with the KL: value of k3, gradient of k2, weighted by the ratio."""
     loss_BT = clipped(logprobs_BT, x.behavior, x, a)
-    x_BT = (logprobs_BT - x.columns[Signal.REFERENCE_LOGPROBS]).clamp(-20, 20)
+    x_BT = (logprobs_BT - x.columns[Column.REFERENCE_LOGPROBS]).clamp(-20, 20)
     k2_BT, k3_BT = x_BT.square() / 2, ((-x_BT).exp() + x_BT - 1).clamp(-10, 10)
     kl_BT = k2_BT - k2_BT.detach() + k3_BT.detach()
     masked_mean(kl_BT.detach(), x.mask)
@@ -233,7 +233,7 @@ def kl_reference(logprobs_BT: Tensor, x: Padded, a: GRPO) -> Tensor:
 def value_reference(values_BT: Tensor, x: Padded, a: PPO) -> Tensor:
     """Clipped squared errors, mean over tokens."""
     assert a.value_clip is not None
-    old_BT = x.columns[Signal.VALUES]
+    old_BT = x.columns[Column.VALUES]
     clipped_BT = old_BT + (values_BT - old_BT).clamp(-a.value_clip, a.value_clip)
     errors_BT, clipped_errors_BT = (values_BT - x.returns).square(), (clipped_BT - x.returns).square()
     masked_mean((clipped_errors_BT > errors_BT).float(), x.mask)
@@ -285,9 +285,9 @@ def kto_reference(logprobs_BT: Tensor, x: Padded, a: KTO) -> Tensor:
     def r(policy_BT: Tensor, reference_BT: Tensor) -> Tensor:
         return ((policy_BT - reference_BT) * x.mask).sum(-1) * scale_B
 
-    z0 = r(x.columns[Signal.POLICY_MISMATCHED], x.columns[Signal.REFERENCE_MISMATCHED]).mean().clamp(min=0)
-    r(x.proximal, x.columns[Signal.REFERENCE_LOGPROBS])
-    r_B = r(logprobs_BT, x.columns[Signal.REFERENCE_LOGPROBS])
+    z0 = r(x.columns[Column.POLICY_MISMATCHED], x.columns[Column.REFERENCE_MISMATCHED]).mean().clamp(min=0)
+    r(x.proximal, x.columns[Column.REFERENCE_LOGPROBS])
+    r_B = r(logprobs_BT, x.columns[Column.REFERENCE_LOGPROBS])
     weights_B = x.advantages[:, 0]
     miss_B = 1 - (weights_B.sign() * a.beta * (r_B - z0)).sigmoid()
     if a.clip is not None:
@@ -317,7 +317,7 @@ LOSSES: Mapping[str, tuple[Algorithm, Callable[..., Tensor]]] = {
 
 def rewards_to_go_reference(x: Padded) -> Tensor:
     """Reward at the last token minus the KL of each, summed from the right."""
-    rewards_BT = -KL_COEF * (x.behavior - x.columns[Signal.REFERENCE_LOGPROBS]) * x.mask
+    rewards_BT = -KL_COEF * (x.behavior - x.columns[Column.REFERENCE_LOGPROBS]) * x.mask
     rows_B, last_B = torch.arange(len(x.mask)), x.mask.sum(-1) - 1
     rewards_BT[rows_B, last_B] += x.advantages[rows_B, last_B]
     return rewards_BT.flip(-1).cumsum(-1).flip(-1) * x.mask
@@ -360,7 +360,7 @@ def cases(both: Both) -> dict[str, tuple[Run, Run]]:
         name: (ours(algorithm, both), gradient(partial(reference, x=x, a=algorithm), x.logprobs))
         for name, (algorithm, reference) in LOSSES.items()
     }
-    values_N, values_BT = batch.columns_N[Signal.VALUES], x.columns[Signal.VALUES]
+    values_N, values_BT = batch.columns_N[Column.VALUES], x.columns[Column.VALUES]
     rewards = [float(value) for value in torch.rand(both.batch.lengths_S.shape)]
     group_ids = [place // 8 for place in range(len(rewards))]
     groups = [group(s, episodes=[episode(r) for r in rewards[8 * s : 8 * s + 8]]) for s in range(len(rewards) // 8)]

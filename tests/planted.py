@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
 from rlsys.contracts import GroupScores, TrainStats
@@ -57,7 +57,7 @@ _SECTIONS: dict[str, Any] = {
     "reward": {"workers": 1},
     "train": {"groups_per_step": _GROUPS_PER_STEP},
     "asynchrony": {"max_staleness": _MAX_STALENESS, "window": _WINDOW},
-    "limits": {"group_s": 1e9, "no_progress_s": 1e9, "max_failed_groups": 4, "max_no_signal_groups": 50},
+    "limits": {"group_s": 1e9, "no_progress_s": 1e9, "max_failed_groups": 4, "max_zero_advantage_groups": 50},
     "checkpoint": {"every": 0, "every_s": 0},
     "record": {"rollouts_every": 1},
 }
@@ -168,7 +168,7 @@ class _SlowRewards(FakeRewards):
 class _CollapsingActor(FakeActor):
     """Reports what a real one does."""
 
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         stats = await super().train_step(plan, columns)
         noise = Random(self.version).random()
         fallen = max(0, self.version - COLLAPSE_STEP + 1)

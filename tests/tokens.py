@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
+from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput
 
 F64 = torch.float64
 
@@ -23,7 +23,7 @@ def tokens(
     proximal: Sequence[float] | None = None,
     lengths: Sequence[int] | None = None,
     staleness: Sequence[int] | None = None,
-    columns: Mapping[Signal, Sequence[float]] | None = None,
+    columns: Mapping[Column, Sequence[float]] | None = None,
     returns: Sequence[float] | None = None,
     facts: Mapping[str, float] | None = None,
 ) -> LossInputs:
@@ -35,7 +35,7 @@ def tokens(
         advantages_N=column(advantages),
         staleness_N=torch.tensor([0] * len(behavior) if staleness is None else staleness),
         lengths_S=torch.tensor([len(behavior)] if lengths is None else lengths),
-        columns_N={signal: column(values) for signal, values in (columns or {}).items()},
+        columns_N={kind: column(values) for kind, values in (columns or {}).items()},
         returns_N=None if returns is None else column(returns),
         facts=facts or {},
     )

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from rlsys.algorithm import REFERENCE_SIGNALS, Signal
+from rlsys.algorithm import REFERENCE_COLUMNS, Column
 from rlsys.config.server_section import ServerSection
 from rlsys.contracts import Composer, PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
@@ -62,11 +62,11 @@ class PolicyWorkers:
     @classmethod
     def of(cls, config: Config, policy: str = POLICY) -> PolicyWorkers:
         """Start all of them; `config` is that of this policy."""
-        relays, signals = _relays(config), config.algorithm.signals
+        relays, columns = _relays(config), config.algorithm.columns
         return cls(
             relays,
             start_actor(config, relays),
-            start_critic(config) if Signal.VALUES in signals else None,
+            start_critic(config) if Column.VALUES in columns else None,
             start_reference(config, policy) if config.has_reference else None,
             is_own_reference=config.train.lora is not None and config.reference.path is None,
         )
@@ -83,19 +83,19 @@ class PolicyWorkers:
         An actor that trains an adapter is its own reference: its ranks compute the columns of whole steps.
         """
         reference, critic, actor = self.reference, self.critic, self.actor
-        of_steps: dict[Signal, StepAnnotator | None] = {Signal.VALUES: critic}
+        of_steps: dict[Column, StepAnnotator | None] = {Column.VALUES: critic}
         if self.is_own_reference:
-            of_steps |= dict.fromkeys(REFERENCE_SIGNALS, actor)
+            of_steps |= dict.fromkeys(REFERENCE_COLUMNS, actor)
         else:
-            of_steps[Signal.REFERENCE_MISMATCHED] = reference
+            of_steps[Column.REFERENCE_MISMATCHED] = reference
         return Workers(
             rollouts=rollouts,
             rewards=rewards,
             actor=actor,
             relays=self.relays,
-            annotators={Signal.REFERENCE_LOGPROBS: reference} if reference else {},
+            annotators={Column.REFERENCE_LOGPROBS: reference} if reference else {},
             evaluation=evaluation,
-            step_annotators={signal: worker for signal, worker in of_steps.items() if worker},
+            step_annotators={column: worker for column, worker in of_steps.items() if worker},
             critic=critic,
             composer=composer,
             reference=reference,
@@ -212,9 +212,9 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         resources=_resources(config, "actor"),
     )
     ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, relays.route)
-    signals = config.algorithm.signals
-    has_pairs = Signal.POLICY_MISMATCHED in signals or (
-        train.lora is not None and Signal.REFERENCE_MISMATCHED in signals
+    columns = config.algorithm.columns
+    has_pairs = Column.POLICY_MISMATCHED in columns or (
+        train.lora is not None and Column.REFERENCE_MISMATCHED in columns
     )
     actor = ActorHandle(ranks, _silence_s(config), train.mesh.num_peers, has_pairs=has_pairs)
     if config.record.rollouts_every:

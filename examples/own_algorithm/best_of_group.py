@@ -18,14 +18,14 @@ class BestOfGroup(Algorithm):
     """Imitate the best members of each group, ignore the others (RAFT, arXiv:2304.06767)."""
 
     at_least: float = 0.5
-    """A group whose best reward is below this has no signal, and is replaced by another group."""
+    """A group whose best reward is below this has zero advantage, and is replaced by another group."""
 
     @property
     def max_safe_staleness(self) -> int | None:
         """Any: correct samples stay correct, however old the weights that sampled them."""
         return None
 
-    def has_signal(self, group: Group) -> bool:
+    def can_learn_from(self, group: Group) -> bool:
         return max(rewards_of(group).values()) >= self.at_least
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:

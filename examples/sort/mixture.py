@@ -19,7 +19,7 @@ from examples.sort.prepare import prepare_seed
 from examples.study import PREPARED, Comparison, Row
 from examples.tiny_policy import write_rows
 
-WEIGHTS = ("fixed", "signal")
+WEIGHTS = ("fixed", "reward_std")
 NAMES = ("useful", "solved", "hopeless")
 WINDOW = 10
 """Steps of a mean."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.algorithm import LossInputs, Signal
+from rlsys.algorithm import Column, LossInputs
 from rlsys.batch.packing import MicroBatchPlan
 from rlsys.batch.prefix_tree import PrefixRow, num_reused, token_order
 from rlsys.batch.samples import NOT_RECORDED, Sample, samples_in
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     StepColumn: TypeAlias = Sequence[NDArray[np.float32]]
     """Column of one rank's part of a step: for each micro-batch, updates in order, one float per trained token."""
-    _Columns: TypeAlias = Mapping[Signal, Sequence[Sequence[float]]]
+    _Columns: TypeAlias = Mapping[Column, Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class MicroBatch:
     advantages_N: Tensor
     weights_N: Tensor
     """Weight of each trained token in the loss of its update."""
-    columns_N: Mapping[Signal, Tensor]
+    columns_N: Mapping[Column, Tensor]
     routing_RW: Tensor | None = None
     """Experts that engines chose for each position, as bytes, see `Sample.routing`; None if nothing is recorded."""
 
@@ -89,7 +89,7 @@ class MicroBatch:
             behavior_logprobs_N=select_trained([s.logprobs for s in samples]),
             advantages_N=_by_turn(samples, advantages, turns) if any(turns) else spread(advantages),
             weights_N=spread(token_weights),
-            columns_N={signal: select_trained(column) for signal, column in (columns or {}).items()},
+            columns_N={kind: select_trained(column) for kind, column in (columns or {}).items()},
             routing_RW=_routing(samples, row),
         )
 
@@ -106,7 +106,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return this micro-batch on another device, without waiting for what that computes."""
-        columns_N = {signal: column_N.to(device, non_blocking=True) for signal, column_N in self.columns_N.items()}
+        columns_N = {kind: column_N.to(device, non_blocking=True) for kind, column_N in self.columns_N.items()}
         others = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "columns_N"}
         moved: dict[str, Any] = {
             n: None if tensor is None else tensor.to(device, non_blocking=True) for n, tensor in others.items()
@@ -117,7 +117,7 @@ class MicroBatch:
 class StepData:
     """Payloads of one step, from which a rank builds its planned micro-batches.
 
-    `payloads[g]` are the episodes of group g, `columns[g][signal]` its extra column: an array of floats (one per
+    `payloads[g]` are the episodes of group g, `columns[g][kind]` its extra column: an array of floats (one per
     completion token) per sample, in the order of `samples_in`. Groups that a rank does not need may be missing.
     """
 
@@ -125,7 +125,7 @@ class StepData:
         self,
         payloads: Sequence[tuple[Episode, ...]] | Mapping[int, tuple[Episode, ...]],
         columns: Sequence[_Columns] | Mapping[int, _Columns],
-        step_columns: Mapping[Signal, StepColumn] | None = None,
+        step_columns: Mapping[Column, StepColumn] | None = None,
     ) -> None:
         """`step_columns` are the columns of this rank's part of the step."""
         self._payloads, self._columns, self._step_columns = payloads, columns, step_columns or {}
@@ -133,7 +133,7 @@ class StepData:
         self._batches: dict[MicroBatchPlan, MicroBatch] = {}
         """Cache, without the columns of the step: a critic computes values on the same batches before training."""
 
-    def with_columns(self, step_columns: Mapping[Signal, StepColumn]) -> StepData:
+    def with_columns(self, step_columns: Mapping[Column, StepColumn]) -> StepData:
         """Return the same payloads with the columns of the step."""
         data = StepData(self._payloads, self._columns, step_columns)
         data._samples, data._batches = self._samples, self._batches
@@ -150,9 +150,9 @@ class StepData:
         if not self._step_columns:
             return batch
         columns_N = {s: torch.tensor(column[place], dtype=torch.float32) for s, column in self._step_columns.items()}
-        for signal, column_N in columns_N.items():
+        for kind, column_N in columns_N.items():
             if len(column_N) != len(batch.targets_N):
-                raise ValueError(f"{signal} has {len(column_N)} entries for {len(batch.targets_N)} trained tokens")
+                raise ValueError(f"{kind} has {len(column_N)} entries for {len(batch.targets_N)} trained tokens")
         return replace(batch, columns_N={**batch.columns_N, **columns_N})
 
     def _build_micro_batch(self, plan: MicroBatchPlan) -> MicroBatch:
@@ -161,8 +161,8 @@ class StepData:
             samples=[sample for _, _, sample in found],
             advantages=[r.advantage for r in plan.samples],
             columns={
-                signal: [self._columns[group][signal][position] for group, position, _ in found]
-                for signal in self._columns[found[0][0]]
+                kind: [self._columns[group][kind][position] for group, position, _ in found]
+                for kind in self._columns[found[0][0]]
             },
             token_weights=[r.token_weight for r in plan.samples],
             turns=[r.turns for r in plan.samples],

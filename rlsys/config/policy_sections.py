@@ -89,7 +89,7 @@ def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, 
         told = ", ".join(f"{name} {size}" for name, size in sizes.items())
         yield (), f"they compare the same episodes, so that algorithm.group_size is the same for all ({told})"
     for name, algorithm in trained.items():
-        if any(signal.is_paired for signal in algorithm.signals):
+        if any(column.is_paired for column in algorithm.columns):
             text = "pairs a completion with the prompt of another group, which may be another policy's"
             yield (name, "algorithm"), f"{type(algorithm).__name__} {text}: it trains a run of one policy"
     evaluation, curation = sections["eval"], sections["curation"]

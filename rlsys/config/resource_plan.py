@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.config.run_sections import WorkerRole
 from rlsys.config.schema import Config
 
@@ -106,7 +106,7 @@ def _learning(config: Config) -> Iterator[Role]:
     yield _role(config, "actor", num_ranks, "actor rank")
     if config.has_reference:
         yield _role(config, "reference", 1)
-    if Signal.VALUES in config.algorithm.signals:
+    if Column.VALUES in config.algorithm.columns:
         yield _role(config, "critic", num_ranks, "critic rank")
 
 

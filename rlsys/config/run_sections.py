@@ -182,7 +182,7 @@ class LimitsSection(Section):
     separately."""
     max_failed_groups: PositiveInt = 16
     """Groups dropped in a row, failed or too long, that end the run."""
-    max_no_signal_groups: PositiveInt = 1000
+    max_zero_advantage_groups: PositiveInt = 1000
     """Groups in a row without a signal, such as equal rewards, that end the run; a tenth of this number causes a
     warning."""
 

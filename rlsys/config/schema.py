@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from rlsys.algorithm import REFERENCE_SIGNALS
+from rlsys.algorithm import REFERENCE_COLUMNS
 from rlsys.config.config_problems import refuse
 from rlsys.config.data_section import DataSection
 from rlsys.config.lora_section import LoraSection
@@ -193,7 +193,7 @@ class Config(Section):
     @property
     def has_reference(self) -> bool:
         """True if the run has a reference worker. An actor that trains an adapter computes those columns itself."""
-        is_asked = bool(self.algorithm.signals & REFERENCE_SIGNALS)
+        is_asked = bool(self.algorithm.columns & REFERENCE_COLUMNS)
         return is_asked and (self.train.lora is None or self.reference.path is not None)
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from rlsys.algorithm import Algorithm, Signal, version_after
+from rlsys.algorithm import Algorithm, Column, version_after
 from rlsys.config.config_problems import Problem, nearest
 from rlsys.config.data_section import DataSection
 from rlsys.config.policy_sections import PolicySection
@@ -32,8 +32,8 @@ _WRONG_ORIGIN: Mapping[Answers, str] = {
 
 
 def _signals_are_made(algorithm: Algorithm) -> Iterator[Problem]:
-    if unknown := sorted(str(signal) for signal in algorithm.signals if not isinstance(signal, Signal)):
-        asked, known = ", ".join(unknown), ", ".join(Signal)
+    if unknown := sorted(str(signal) for signal in algorithm.columns if not isinstance(signal, Column)):
+        asked, known = ", ".join(unknown), ", ".join(Column)
         text = f"{_name(algorithm)} asks for {asked}, which no worker makes; signals are {known}"
         yield ("algorithm",), text
 
@@ -144,7 +144,7 @@ def _successes_are_put_in(reward: RewardSection, curation: CurationSection) -> I
 
 
 def _sources_are_weighed(data: DataSection, curation: CurationSection) -> Iterator[Problem]:
-    if curation.follows_signal and not data.sources:
+    if curation.follows_reward_std and not data.sources:
         text = "there is one source of data: name several in data, or set fixed"
         yield ("curation", "source_weights"), text
 

@@ -59,8 +59,8 @@ class CurationSection(Section):
     length_cap: Annotated[float, Field(ge=1)] | None = None
     """Most tokens that an episode samples, over the longest success of its task so far; a task without a success has no
     such limit. A longer episode is truncated. None: no limit by task."""
-    source_weights: Literal["fixed", "signal"] = "fixed"
-    """`signal`: each source of data is drawn by its weight times its signal, the standard deviation of the rewards of a
+    source_weights: Literal["fixed", "reward_std"] = "fixed"
+    """`reward_std`: each source of data is drawn by its weight times the standard deviation of the rewards of a
     group, over about the last 30 groups: most where half of the episodes succeed, least where all or none do."""
 
     @field_validator("success_within")
@@ -79,12 +79,14 @@ class CurationSection(Section):
     @property
     def needs_history(self) -> bool:
         """True if a rule depends on earlier scores."""
-        return self.is_selective or self.fewer_above is not None or self.follows_signal or self.length_cap is not None
+        return (
+            self.is_selective or self.fewer_above is not None or self.follows_reward_std or self.length_cap is not None
+        )
 
     @property
-    def follows_signal(self) -> bool:
+    def follows_reward_std(self) -> bool:
         """True if the weights of sources follow what they teach."""
-        return self.source_weights == "signal"
+        return self.source_weights == "reward_std"
 
     def problems(self, algorithm: Algorithm, max_staleness: int | None) -> list[Problem]:
         """Conflicts with the rest of the configuration; `max_staleness` None: unknown."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.config import Config
 from rlsys.config.loader import tree_in
 from rlsys.config.schema import ON_CPU_SLOTS
@@ -91,7 +91,7 @@ def _of_gpus(config: Config, missing: set[str], gpu_memory: int | None) -> dict[
     found: dict[str, Any] = {}
     on_gpus = [gpus["actor"], gpus["rollout"] or isinstance(config.rollout.engine, ServerSection)]
     on_gpus += [gpus["reference"]] if config.has_reference else []
-    on_gpus += [gpus["critic"]] if Signal.VALUES in config.algorithm.signals else []
+    on_gpus += [gpus["critic"]] if Column.VALUES in config.algorithm.columns else []
     if "dtype" in missing and all(on_gpus) and workers.is_stored_in_bfloat16:
         found["dtype"] = "bfloat16"
         settings = replace(settings, dtype="bfloat16")

@@ -80,7 +80,7 @@ def _digest(config: Config, parts: Iterable[tuple[str, Sequence[Task]]], *, is_t
     read = {
         "versions": [CHECKS, version("rlsys"), version("transformers")],
         "is_trained": is_trained,
-        "plugins": [config.rollout.workflow.opens_with_prompt, sorted(config.algorithm.signals), config.has_reference],
+        "plugins": [config.rollout.workflow.opens_with_prompt, sorted(config.algorithm.columns), config.has_reference],
         "sections": sections,
         "files": [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files],
         "tasks": [(key, [_read_of(task) for task in tasks]) for key, tasks in parts],

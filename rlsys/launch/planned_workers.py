@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.config import Config
 from rlsys.config.memory_plan import (
     ForwardBytes,
@@ -111,7 +111,7 @@ class PlannedWorkers:
         return tuple(found)
 
     def _learning(self, config: Config, settings: MemorySettings) -> Iterator[WorkerMemory]:
-        resources, signals = config.resources, config.algorithm.signals
+        resources, columns = config.resources, config.algorithm.columns
         num_ranks = settings.mesh.num_ranks
         memory, remark = self._rank(config, settings, is_critic=False)
         yield replace(self._worker("actor rank", num_ranks, resources["actor"].gpus, memory), remark=remark)
@@ -123,7 +123,7 @@ class PlannedWorkers:
                 value_bytes=VALUE_BYTES[settings.dtype],
             )
             yield self._worker("reference", 1, resources["reference"].gpus, memory)
-        if Signal.VALUES in signals:
+        if Column.VALUES in columns:
             memory, remark = self._rank(config, settings, is_critic=True)
             yield replace(self._worker("critic rank", num_ranks, resources["critic"].gpus, memory), remark=remark)
 

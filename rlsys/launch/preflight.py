@@ -11,7 +11,7 @@ from functools import reduce
 from operator import and_
 from pathlib import Path
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.config import Config
 from rlsys.config.data_section import SourceSection
 from rlsys.config.loader import of_tree, texts_in
@@ -80,7 +80,7 @@ def check_model(config: Config) -> None:
     Nothing is checked with a remote cluster, which may have other folders than this machine.
     """
     paths = {"model.path": config.model.path}
-    if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
+    if config.critic.path is not None and Column.VALUES in config.algorithm.columns:
         paths["critic.path"] = config.critic.path
     if config.reference.path is not None and config.has_reference:
         paths["reference.path"] = config.reference.path
@@ -102,7 +102,7 @@ def check_architectures(config: Config) -> None:
     from workers.model.model_loading import supported_outline
 
     paths = {"model.path": config.model.path}
-    if config.critic.path is not None and Signal.VALUES in config.algorithm.signals:
+    if config.critic.path is not None and Column.VALUES in config.algorithm.columns:
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():
         if Path(path, "config.json").is_file() or not Path(path).is_dir():

@@ -175,7 +175,7 @@ def _queue_of(
         version=0,
         num_groups=steps * config.train.groups_per_step,
         ledger=Ledger(tasks, algorithm.group_size, config.run.seed, curation),
-        signals=frozenset(algorithm.signals & workers.annotators.keys()),
+        columns=frozenset(algorithm.columns & workers.annotators.keys()),
         annotated_from=State.SCORED if config.curation.stored_successes else State.ROLLED_OUT,
         admission=Admission(config.train.groups_per_step, config.permits) if is_adaptive else None,
         events=events,

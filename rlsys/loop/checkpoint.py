@@ -42,7 +42,7 @@ from typing import Literal, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from xxhash import xxh3_128
 
-from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.algorithm import Column, TrajectoryAdvantage
 from rlsys.contracts import Files, Saving, Workers
 from rlsys.errors import CheckpointError, DataError, WorkerError
 from rlsys.loop.checkpoint_scores import BestCheckpoints
@@ -444,7 +444,7 @@ class FailedStep:
 
     version: PolicyVersion
     """Policy version that the step started from."""
-    signals: tuple[Signal, ...]
+    columns: tuple[Column, ...]
     """Columns that the algorithm read."""
     assigned: tuple[tuple[TrajectoryAdvantage, ...], ...]
     """One tuple for each group of `groups.jsonl`, in order."""

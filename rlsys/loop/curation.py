@@ -31,10 +31,10 @@ from rlsys.monitoring.events import EpisodeReplaced, Events
 from rlsys.types import EpisodeMeta, Group, PolicyVersion
 from rlsys.util.deviation import deviation
 
-SIGNAL_GROUPS = 30
-"""Groups over which the signal of a source is averaged."""
+STD_GROUPS = 30
+"""Groups over which the reward deviation of a source is averaged."""
 FIRST_GROUPS = 4
-"""Groups of a source before its signal counts."""
+"""Groups of a source before its reward deviation counts."""
 MIN_EPISODES, LOOK_AGAIN = 8, 4
 """Defaults of `Curation`."""
 LEAST_FACTOR = 0.1
@@ -67,23 +67,23 @@ class TallyUpdate:
     num_successes: int
     num_episodes: int
     source: str = ""
-    signal: float = 0.0
+    reward_std: float = 0.0
     """Standard deviation of its rewards."""
     longest_success: int = 0
     """Sampled tokens of its longest success; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)
-class SourceSignal:
-    """Mean signal of the groups of a source, of which the newest weigh most."""
+class SourceStd:
+    """Mean standard deviation of the rewards in groups of a source, of which the newest weigh most."""
 
-    signal: float = 0.0
+    reward_std: float = 0.0
     num_groups: int = 0
 
-    def then(self, signal: float) -> SourceSignal:
-        """The signal after one more group: a mean of the first `SIGNAL_GROUPS`, exponential from there on."""
+    def then(self, reward_std: float) -> SourceStd:
+        """The deviation after one more group: a mean of the first `STD_GROUPS`, exponential from there on."""
         num = self.num_groups + 1
-        return SourceSignal(self.signal + (signal - self.signal) / min(num, SIGNAL_GROUPS), num)
+        return SourceStd(self.reward_std + (reward_std - self.reward_std) / min(num, STD_GROUPS), num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class CurationState:
     """By id of a group that is not settled."""
     settled: list[TallyUpdate] = field(default_factory=list)
     """Counts of groups settled since the newest step was published."""
-    signals: dict[str, SourceSignal] = field(default_factory=dict)
+    source_stds: dict[str, SourceStd] = field(default_factory=dict)
     """By source of data."""
 
 
@@ -249,11 +249,11 @@ class Curation:
         rewards = group.rewards()
         if self.rules.needs_history:
             num_successes = sum(self._is_success(reward) for reward in rewards.values())
-            signal = deviation(rewards.values(), is_sample=False) if len(rewards) > 1 else 0.0
+            reward_std = deviation(rewards.values(), is_sample=False) if len(rewards) > 1 else 0.0
             successes = (group.episodes[e] for e, reward in rewards.items() if self._is_success(reward))
             lengths = map(num_sampled, successes) if self.rules.length_cap is not None else ()
             self._history.scored[group.group_id] = TallyUpdate(
-                group.task_id, num_successes, len(rewards), group.source, signal, max(lengths, default=0)
+                group.task_id, num_successes, len(rewards), group.source, reward_std, max(lengths, default=0)
             )
         if self.rules.stored_successes and rewards:
             best = max(rewards, key=lambda episode: rewards[episode])
@@ -293,20 +293,22 @@ class Curation:
             longest = max(before.longest_success, new.longest_success)
             num_episodes = before.num_episodes + new.num_episodes
             tallies[new.task_id] = Tally(num_successes, num_episodes, longest_success=longest)
-        if self.rules.follows_signal:
-            signals = self._history.signals
-            for new in sorted(self._history.settled, key=lambda settled: settled.signal):  # not as they happened to end
-                signals[new.source] = signals.get(new.source, SourceSignal()).then(new.signal)
+        if self.rules.follows_reward_std:
+            source_stds = self._history.source_stds
+            for new in sorted(
+                self._history.settled, key=lambda settled: settled.reward_std
+            ):  # not as they happened to end
+                source_stds[new.source] = source_stds.get(new.source, SourceStd()).then(new.reward_std)
         self._history.settled.clear()
         self._moment += 1
 
     def factors(self, sources: Iterable[str]) -> dict[str, float]:
-        """Return the factors of the weights of sources: the signal of each over the largest, at least `LEAST_FACTOR`,
-        so that none is lost sight of; 1 for one of fewer than `FIRST_GROUPS` groups."""
-        known = {name: found for name, found in self._history.signals.items() if found.num_groups >= FIRST_GROUPS}
-        largest = max((found.signal for found in known.values()), default=0.0)
+        """Return the factors of the weights of sources: the deviation of each over the largest, at least
+        `LEAST_FACTOR`, so that none is lost sight of; 1 for one of fewer than `FIRST_GROUPS` groups."""
+        known = {name: found for name, found in self._history.source_stds.items() if found.num_groups >= FIRST_GROUPS}
+        largest = max((found.reward_std for found in known.values()), default=0.0)
         return {
-            name: max(LEAST_FACTOR, known[name].signal / largest) if name in known and largest else 1.0
+            name: max(LEAST_FACTOR, known[name].reward_std / largest) if name in known and largest else 1.0
             for name in sources
         }
 

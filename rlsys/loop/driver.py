@@ -2,7 +2,7 @@
 
     loop       consumes            produces           waits for                      unblocked by
     produce    permits, tasks      episodes, rewards  a free permit                  learn releasing a step's permits
-    annotate   episodes            a signal's column  a rolled-out group             produce
+    annotate   episodes            a column           a rolled-out group             produce
     learn      groups that have    weights, metrics   the oldest groups to have all  produce and annotate, or a group
                all their columns                      their columns                  being dropped; the death of a rank
     evaluate   pinned weights      eval metrics       its replicas and rewards       their results
@@ -29,13 +29,13 @@ from rlsys.errors import (
     CheckpointError,
     DeadlineExceeded,
     NoProgress,
-    NoSignal,
     PayloadLost,
     RlsysError,
     RunAborted,
     TrainingError,
     WorkerDied,
     WorkerError,
+    ZeroAdvantage,
     first_of,
 )
 from rlsys.loop.companion import Companion
@@ -279,7 +279,7 @@ class Driver:
                 result = await self.learner.step([each.group for each in groups], self.position.version)
         except PayloadLost as error:
             self.queue.put_back(LEARNER, self.dropped_groups.reissue_lost(error, groups))
-        except NoSignal as error:
+        except ZeroAdvantage as error:
             self.dropped_groups.drop_step(groups, error)
         else:
             self._longest_s = max(self._longest_s, asyncio.get_running_loop().time() - began)

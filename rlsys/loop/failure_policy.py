@@ -13,7 +13,6 @@ from rlsys.contracts import Composer, Reference, Rewards, Rollouts
 from rlsys.errors import (
     DeadlineExceeded,
     GroupExpired,
-    NoSignal,
     NothingToTrain,
     PayloadLost,
     RlsysError,
@@ -22,17 +21,18 @@ from rlsys.errors import (
     WeightsMismatch,
     WorkerDied,
     WorkerError,
+    ZeroAdvantage,
 )
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup
-from rlsys.monitoring.events import Events, SignalMissing, WorkerFailed, WorkerRestarted
+from rlsys.monitoring.events import Events, WorkerFailed, WorkerRestarted, ZeroAdvantageWarning
 
 T = TypeVar("T")
 Replaceable: TypeAlias = Rollouts | Rewards | Composer | Reference
 """Pools whose dead workers are replaced."""
-_NO_SIGNAL = (
+_ZERO_ADVANTAGE = (
     "{count} groups one after the other had nothing to learn from, such as equal rewards in every group: the tasks are "
     "solved, or hopeless for this model, or the reward is constant. Look at rewards and answers, take tasks of another "
-    "difficulty or a finer reward, or raise limits.max_no_signal_groups. The last: {error}"
+    "difficulty or a finer reward, or raise limits.max_zero_advantage_groups. The last: {error}"
 )
 
 
@@ -41,7 +41,7 @@ class FailurePolicy:
     """Retries failures of machines, drops groups whose task failed, and aborts on everything else.
 
     It also aborts after too many drops in a row: of failed groups, because then the tasks are not the cause, or of
-    groups without a signal, because then further groups do not help.
+    groups with zero advantage, because then further groups do not help.
     """
 
     limits: LimitsSection
@@ -64,10 +64,10 @@ class FailurePolicy:
             raise RunAborted(
                 f"{self.limits.max_failed_groups} groups were dropped one after the other; the last failure: {error}"
             )
-        if isinstance(error, NoSignal):
-            if dropped_in_a_row + 1 < self.limits.max_no_signal_groups:
-                return "no_signal"
-            raise RunAborted(_NO_SIGNAL.format(count=dropped_in_a_row + 1, error=error))
+        if isinstance(error, ZeroAdvantage):
+            if dropped_in_a_row + 1 < self.limits.max_zero_advantage_groups:
+                return "zero_advantage"
+            raise RunAborted(_ZERO_ADVANTAGE.format(count=dropped_in_a_row + 1, error=error))
         raise RunAborted(str(error))
 
 
@@ -103,7 +103,7 @@ class Retries:
                 if death is not None:
                     await self._replace(pool, death)
                 return await attempt_once()
-            except (WorkerError, NothingToTrain, NoSignal, GroupExpired) as error:
+            except (WorkerError, NothingToTrain, ZeroAdvantage, GroupExpired) as error:
                 if reason := self.decide(error, attempt):
                     raise GivenUp(reason, error) from error
                 death = error if isinstance(error, WorkerError) else None
@@ -124,19 +124,19 @@ class DroppedGroups:
     failures: FailurePolicy
     num_failed: int = 0
     """Groups given up since the last useful scored group."""
-    num_no_signal: int = 0
-    """Groups without a signal since the last group with one."""
+    num_zero_advantage: int = 0
+    """Groups with zero advantage since the last group that was trained."""
     num_settled_away: int = 0
     """Groups in steps that had nothing to train after `finalize_advantages`, since the last trained step."""
 
     def decide(self, error: RlsysError, attempt: int) -> str | None:
         """Decide on the failure of attempt number `attempt`, see `FailurePolicy.decide`."""
-        in_a_row = self.num_no_signal if isinstance(error, NoSignal) else self.num_failed
+        in_a_row = self.num_zero_advantage if isinstance(error, ZeroAdvantage) else self.num_failed
         return self.failures.decide(error, attempt, in_a_row)
 
     def on_group_scored(self) -> None:
         """Reset the counters after a scored group that can be trained."""
-        self.num_failed = self.num_no_signal = 0
+        self.num_failed = self.num_zero_advantage = 0
 
     def on_step_trained(self) -> None:
         self.num_settled_away = 0
@@ -145,14 +145,14 @@ class DroppedGroups:
         """Drop a group; does nothing if it was lost meanwhile, and is reissued."""
         if group.is_over:
             return
-        if isinstance(given_up.error, NoSignal):
-            self.num_failed, self.num_no_signal = 0, self.num_no_signal + 1
-            self._warn(self.num_no_signal, 1, given_up.error)
+        if isinstance(given_up.error, ZeroAdvantage):
+            self.num_failed, self.num_zero_advantage = 0, self.num_zero_advantage + 1
+            self._warn(self.num_zero_advantage, 1, given_up.error)
         else:
             self.num_failed += 1
         self.queue.drop(group, given_up.reason, str(given_up.error))
 
-    def drop_step(self, groups: Sequence[InFlightGroup], error: NoSignal) -> None:
+    def drop_step(self, groups: Sequence[InFlightGroup], error: ZeroAdvantage) -> None:
         """Drop all groups of a step that has nothing to train.
 
         Raises `RunAborted` if the failure policy ends the run.
@@ -164,11 +164,11 @@ class DroppedGroups:
         for group in groups:
             self.queue.drop(group, reason, str(error))
 
-    def _warn(self, in_a_row: int, num_more: int, error: NoSignal) -> None:
-        """Warn once, at a tenth of the limit on groups without a signal; `num_more` of them are new."""
-        limit = self.failures.limits.max_no_signal_groups
+    def _warn(self, in_a_row: int, num_more: int, error: ZeroAdvantage) -> None:
+        """Warn once, at a tenth of the limit on groups with zero advantage; `num_more` of them are new."""
+        limit = self.failures.limits.max_zero_advantage_groups
         if in_a_row - num_more < ceil(limit / 10) <= in_a_row:
-            self.queue.events.emit(SignalMissing(in_a_row, limit, str(error)))
+            self.queue.events.emit(ZeroAdvantageWarning(in_a_row, limit, str(error)))
 
     def reissue_lost(self, error: PayloadLost, groups: Sequence[InFlightGroup]) -> list[InFlightGroup]:
         """Reissue the groups whose payload is lost; return the others.

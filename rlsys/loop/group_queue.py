@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.loop.admission import Admission, StalenessBound
 from rlsys.loop.task_ledger import Ledger, LedgerState
 from rlsys.monitoring.events import Events, GroupDropped, GroupIssued, GroupReissued, group_rolled_out, group_scored
@@ -34,7 +34,7 @@ from rlsys.util import deadlines
 from rlsys.util.deadlines import Progress
 
 LEARNER = "learner"
-"""Consumer that takes groups to train. Every other consumer is an annotator, named after its signal."""
+"""Consumer that takes groups to train. Every other consumer is an annotator, named after its column."""
 State = Enum("State", "ISSUED ROLLING_OUT ROLLED_OUT SCORED READY TAKEN TRAINED DROPPED REISSUED")
 """State of an attempt at a group."""
 _ENDS = (State.TRAINED, State.DROPPED, State.REISSUED)
@@ -59,9 +59,9 @@ class InFlightGroup:
     scoring: Busy | None = None
     """Time at which a reward worker scored it; None: it is not scored."""
     columns: dict[str, Ref] = field(default_factory=dict)
-    """By signal: a reference to the annotator's column."""
+    """By column: a reference to the annotator's data."""
     annotators: set[str] = field(default_factory=set)
-    """Signals whose annotators took the group."""
+    """Columns whose annotators took the group."""
     is_offered: bool = False
     """True once the group is SCORED and worth training; its producer is then done with it."""
 
@@ -82,7 +82,7 @@ class InFlightGroup:
 
     @property
     def group(self) -> Group:
-        """The rolled-out group with its available scores and signals."""
+        """The rolled-out group with its available scores and columns."""
         assert self.episodes is not None, f"group {self.group_id} is {self.state.name}"
         columns = {**self.episodes.columns, **self.columns}
         return replace(self.episodes, columns=columns) if self.columns else self.episodes
@@ -123,7 +123,7 @@ class GroupQueue:
     """Groups that the rest of the run consumes. No more are admitted, so the last step leaves none unused."""
     ledger: Ledger
     """Assigns tasks to permits, and counts every task exactly once."""
-    signals: frozenset[Signal] = frozenset()
+    columns: frozenset[Column] = frozenset()
     """Columns the learner needs besides episodes and rewards, each added by an annotator."""
     annotated_from: State = State.ROLLED_OUT
     """State in which annotators can take a group: SCORED if its episodes may change until then."""
@@ -133,14 +133,14 @@ class GroupQueue:
     progress: Progress = field(default_factory=Progress)
     """Advances with every transition that results from work done."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Drops by reason: `stale`, `failed`, `too_long`, `no_signal`."""
+    """Drops by reason: `stale`, `failed`, `too_long`, `zero_advantage`."""
     num_reissued: int = 0
     """Attempts beyond the first of each group."""
     num_refused: int = 0
     """Results that were handed in twice, or for an attempt that is over."""
 
     def __post_init__(self) -> None:
-        self._arrivals = {consumer: asyncio.Event() for consumer in (LEARNER, *self.signals)}
+        self._arrivals = {consumer: asyncio.Event() for consumer in (LEARNER, *self.columns)}
         self._start_over(self.version, self.num_groups)
 
     def permits_at(self, version: PolicyVersion) -> int:
@@ -166,13 +166,13 @@ class GroupQueue:
 
     @property
     def finished_groups(self) -> list[InFlightGroup]:
-        """Finished groups that the learner did not take yet, oldest first. A checkpoint saves them without signals."""
+        """Finished groups that the learner did not take yet, oldest first. A checkpoint saves them without columns."""
         return [g for g in self.groups.values() if g.is_offered and g.state in (State.SCORED, State.READY)]
 
     def lacking(self, group: InFlightGroup) -> list[str]:
         """Return the columns that the learner still waits for."""
         is_there = {"episodes": group.episodes is not None, "reward": group.is_offered}
-        is_there |= {signal: signal in group.columns for signal in self.signals}
+        is_there |= {column: column in group.columns for column in self.columns}
         return sorted(column for column, there in is_there.items() if not there)
 
     def table(self, placements: Mapping[int, str]) -> str:
@@ -322,19 +322,19 @@ class GroupQueue:
         return is_new
 
     def offer(self, group: InFlightGroup) -> None:
-        """Offer a scored group to the learner, which takes it once its signals exist."""
+        """Offer a scored group to the learner, which takes it once its columns exist."""
         group.check(State.SCORED)
         group.is_offered = True
         self._complete(group)
 
-    def put(self, group: InFlightGroup, signal: Signal, column: Ref) -> bool:
+    def put(self, group: InFlightGroup, kind: Column, column: Ref) -> bool:
         """Hand in a column. Returns False, and counts it, if it exists already or the attempt is over."""
-        if signal not in self.signals:
-            raise ValueError(f"group {group.group_id}: no worker needs a column {signal!r}")
+        if kind not in self.columns:
+            raise ValueError(f"group {group.group_id}: no worker needs a column {kind!r}")
         if group.episodes is None and not group.is_over:
             raise RuntimeError(f"group {group.group_id} is {group.state.name} and cannot be annotated")
-        if is_new := self._accepts(group, group.group_id, is_new=signal not in group.columns):
-            group.columns[signal] = column
+        if is_new := self._accepts(group, group.group_id, is_new=kind not in group.columns):
+            group.columns[kind] = column
             self.progress.mark_progress()
             self._complete(group)
         return is_new
@@ -347,7 +347,7 @@ class GroupQueue:
         return is_accepted
 
     def _complete(self, group: InFlightGroup) -> None:
-        if group.is_offered and self.signals <= group.columns.keys():
+        if group.is_offered and self.columns <= group.columns.keys():
             self._enter(group, State.READY)
 
     def reissue(self, group: InFlightGroup, reason: str) -> None:
@@ -373,8 +373,8 @@ class GroupQueue:
         if state is State.ROLLING_OUT:
             group.began_s = deadlines.now()
         if state is self.annotated_from:
-            for signal in self.signals:
-                heapq.heappush(self._ready[signal], group.group_id)
+            for column in self.columns:
+                heapq.heappush(self._ready[column], group.group_id)
         if state is State.READY:
             heapq.heappush(self._ready[LEARNER], group.group_id)
         if before is State.TAKEN:
@@ -393,19 +393,19 @@ class GroupQueue:
 
     # ------------------------------------------------------------------------------------------------------- consumers
 
-    async def take_for(self, signal: Signal, max_tokens: int) -> list[InFlightGroup]:
-        """Take groups that lack `signal`, oldest first: at most `max_tokens` in all, or one group.
+    async def take_for(self, column: Column, max_tokens: int) -> list[InFlightGroup]:
+        """Take groups that lack `column`, oldest first: at most `max_tokens` in all, or one group.
 
         Waits for a rolled-out group; unblocked by producers.
         """
         taken: list[InFlightGroup] = []
-        while (group := self._next(signal)) is None:
-            await self._arrival(signal)
+        while (group := self._next(column)) is None:
+            await self._arrival(column)
         while group is not None and (not taken or group.group.num_tokens <= max_tokens):
             max_tokens -= group.group.num_tokens
-            group.annotators.add(signal)
+            group.annotators.add(column)
             taken.append(group)
-            group = self._next(signal)
+            group = self._next(column)
         return taken
 
     async def take(self, version: PolicyVersion) -> list[InFlightGroup]:

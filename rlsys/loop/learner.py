@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from rlsys.algorithm import Algorithm, Assigned, Signal
+from rlsys.algorithm import Algorithm, Assigned, Column
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainStats, Workers
-from rlsys.errors import ConfigError, NoSignal, NothingToTrain, OutOfMemory, PayloadLost, RlsysError, TrainingError
+from rlsys.errors import ConfigError, NothingToTrain, OutOfMemory, PayloadLost, RlsysError, TrainingError, ZeroAdvantage
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, SavedModels, check_seen, copy_and_write
 from rlsys.loop.failure_policy import Retries
 from rlsys.types import Group, PolicyVersion, Ref
@@ -63,7 +63,7 @@ class BatchShape:
             num_ranks=self.num_ranks,
             max_tokens=self.max_tokens,
             num_updates=self.num_updates,
-            has_pairs=any(signal.is_paired for signal in algorithm.signals),
+            has_pairs=any(column.is_paired for column in algorithm.columns),
             pair_cost=pair_cost,
             version=version,
             skips_zeros=algorithm.skips_zero_advantages,
@@ -93,7 +93,7 @@ class StepResult:
 class Learner:
     """Runs optimizer steps on the actor, and on the critic if there is one.
 
-    Raises `ConfigError` on creation if the algorithm needs a signal that no worker computes.
+    Raises `ConfigError` on creation if the algorithm needs a column that no worker computes.
     """
 
     workers: Workers
@@ -112,10 +112,10 @@ class Learner:
     """True while models train, and after a step that failed there: the weights then belong to no version."""
 
     def __post_init__(self) -> None:
-        made = {*self.workers.annotators, *self.workers.step_annotators, *(s for s in Signal if s.is_made_in_training)}
+        made = {*self.workers.annotators, *self.workers.step_annotators, *(s for s in Column if s.is_made_in_training)}
         if self.workers.critic is None:
-            made.discard(Signal.VALUES)
-        if missing := sorted(self.algorithm.signals - made):
+            made.discard(Column.VALUES)
+        if missing := sorted(self.algorithm.columns - made):
             raise ConfigError(
                 f"{type(self.algorithm).__name__} asks for {', '.join(missing)}, and this run has no worker that makes "
                 "it: start a reference for reference_*, a critic for values"
@@ -124,45 +124,47 @@ class Learner:
     def check(self, group: Group) -> None:
         """Check that a scored group can be trained.
 
-        Raises `NothingToTrain` if no trained token has an advantage. Raises `NoSignal` if its rewards give no signal,
-        if its policy has nothing to be compared with, or if only frozen agents or other policies sampled.
+        Raises `NothingToTrain` if no trained token has an advantage. Raises `ZeroAdvantage` if its rewards are all
+        equal, if its policy has nothing to be compared with, or if only frozen agents or other policies sampled.
         """
         name = f"group {group.group_id} (task {group.task_id})"
         if _is_silent(group):
-            raise NoSignal(f"{name}: only other policies than {group.policy} spoke in it")
+            raise ZeroAdvantage(f"{name}: only other policies than {group.policy} spoke in it")
         if not num_trained(group, self.algorithm.assign(group)):
             if num_trained(group, tuple(self.algorithm.advantages(group))):
-                raise NoSignal(f"{name}: every trajectory belongs to algorithm.frozen_agents")
+                raise ZeroAdvantage(f"{name}: every trajectory belongs to algorithm.frozen_agents")
             if group.num_trained and not _has_own_failure(group):
-                raise NoSignal(f"{name}: there is nobody to compare what {group.policy} said with")
+                raise ZeroAdvantage(f"{name}: there is nobody to compare what {group.policy} said with")
             failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
             why = failures[0] if failures else "no trained token was given an advantage"
             raise NothingToTrain(f"{name}: {why}")
-        if not self.algorithm.has_signal(group):
+        if not self.algorithm.can_learn_from(group):
             own = {t.reward for _, t in group.trajectories() if t.reward is not None}
             rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
             is_spread = len(rewards) > 1
             told = f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if is_spread else f"equal rewards: {rewards}"
-            raise NoSignal(f"{name} has {told}")
+            raise ZeroAdvantage(f"{name} has {told}")
 
     async def step(self, groups: Sequence[Group], version: PolicyVersion) -> StepResult:
         """Train the step that starts from `version`.
 
-        Raises `NoSignal` if no advantage is left to train, and `PayloadLost`; both before any model is stepped. Raises
-        `TrainingError` if numbers are not finite, with the step saved for `rlsys replay`, or its `OutOfMemory`, with
-        nothing saved. Raises `ConfigError` if the algorithm reports a metric under a name already in use.
+        Raises `ZeroAdvantage` if no advantage is left to train, and `PayloadLost`; both before any model is stepped.
+        Raises `TrainingError` if numbers are not finite, with the step saved for `rlsys replay`, or its `OutOfMemory`,
+        with nothing saved. Raises `ConfigError` if the algorithm reports a metric under a name already in use.
         """
         settled = self.algorithm.finalize_advantages(groups, self.past)
         if not any(num_trained(*pair) for pair in zip(groups, settled.groups, strict=True)):
-            raise NoSignal(f"of a step of {len(groups)} groups nothing is left to train once advantages are settled")
+            raise ZeroAdvantage(
+                f"of a step of {len(groups)} groups nothing is left to train once advantages are settled"
+            )
         plan = self.shape.plan(groups, settled.groups, self.algorithm, version, self.workers.actor.pair_cost)
         models = self.workers.models
         with self.span("fetch", models):
             await _all(model.fetch(groups, plan) for model in models.values())
-        signals = sorted(self.algorithm.signals & self.workers.step_annotators.keys())
-        with self.span("columns", {self._maker_of(signal) for signal in signals}):
-            made = await _all(self._annotate_step(groups, plan, signal) for signal in signals)
-        columns = dict(zip(signals, made, strict=True))
+        kinds = sorted(self.algorithm.columns & self.workers.step_annotators.keys())
+        with self.span("columns", {self._maker_of(kind) for kind in kinds}):
+            made = await _all(self._annotate_step(groups, plan, kind) for kind in kinds)
+        columns = dict(zip(kinds, made, strict=True))
         stats: list[TrainStats] = []
         self.is_half_way = True
         for name, model in models.items():
@@ -178,16 +180,16 @@ class Learner:
         self.is_half_way = False
         return StepResult(groups, settled.groups, TrainStats(metrics, sum(of_model.train_s for of_model in stats)))
 
-    async def _annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def _annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         """Return the column of a step. A reference that fails is replaced, and attempts it again."""
-        maker, reference = self.workers.step_annotators[signal], self.workers.reference
+        maker, reference = self.workers.step_annotators[column], self.workers.reference
         if reference is None or maker is not reference:
-            return await maker.annotate_step(groups, plan, signal)
-        return await self.retries.persist(reference, lambda: maker.annotate_step(groups, plan, signal))
+            return await maker.annotate_step(groups, plan, column)
+        return await self.retries.persist(reference, lambda: maker.annotate_step(groups, plan, column))
 
-    def _maker_of(self, signal: Signal) -> str:
+    def _maker_of(self, column: Column) -> str:
         """Return the name of the worker that computes a column of a step."""
-        maker = self.workers.step_annotators[signal]
+        maker = self.workers.step_annotators[column]
         return next((name for name, model in self.workers.models.items() if model is maker), REFERENCE)
 
     async def _keep(
@@ -203,7 +205,7 @@ class Learner:
             write_atomically(folder / CONFIG, self.config(), is_private=True)
             FailedStep(
                 version=version,
-                signals=tuple(sorted(self.algorithm.signals)),
+                columns=tuple(sorted(self.algorithm.columns)),
                 assigned=tuple(map(tuple, assigned)),
                 num_updates=self.shape.num_updates,
                 error=str(error),

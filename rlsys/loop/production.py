@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.contracts import Replacement, Workers
 from rlsys.errors import DeadlineExceeded, GroupExpired, PayloadLost, WorkerDied
 from rlsys.loop.curation import Curation
@@ -41,7 +41,7 @@ class Production:
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return one loop of `produce` for each permit, and one of `annotate` for each column."""
         producers = [self.produce() for _ in range(self.queue.bound.capacity)]
-        return [*producers, *(self.annotate(signal) for signal in sorted(self.queue.signals))]
+        return [*producers, *(self.annotate(column) for column in sorted(self.queue.columns))]
 
     async def produce(self) -> None:
         """Roll out and score one group after the other.
@@ -101,7 +101,7 @@ class Production:
         return await self.retries.persist(composer, lambda: composer.replace_episode(replacement))
 
     async def _hand_in(self, group: InFlightGroup, scored: Group) -> None:
-        """Offer a scored group to the learner. Raises `NothingToTrain` or `NoSignal` if it cannot be trained."""
+        """Offer a scored group to the learner. Raises `NothingToTrain` or `ZeroAdvantage` if it cannot be trained."""
         if not self.queue.score(group, scored):
             return
         self.learner.check(scored)
@@ -112,22 +112,22 @@ class Production:
     def _curation(self) -> Curation:
         return self.queue.ledger.curation
 
-    async def annotate(self, signal: Signal) -> None:
+    async def annotate(self, column: Column) -> None:
         """Add one column to each group as it arrives, while others are still being rolled out.
 
-        Consumes episodes, produces the column `signal`. Waits for a rolled-out group; unblocked by `produce`.
+        Consumes episodes, produces the column `column`. Waits for a rolled-out group; unblocked by `produce`.
         """
         loop = asyncio.get_running_loop()
         while True:
-            taken = await self.queue.take_for(signal, ANNOTATED_AT_ONCE * self.learner.shape.max_tokens)
+            taken = await self.queue.take_for(column, ANNOTATED_AT_ONCE * self.learner.shape.max_tokens)
             began = loop.time()
-            maker = self.workers.annotators[signal]
+            maker = self.workers.annotators[column]
             groups = [each.group for each in taken]
             try:
-                annotated = await self.retries.persist(maker, lambda: maker.annotate(groups, signal))  # noqa: B023
+                annotated = await self.retries.persist(maker, lambda: maker.annotate(groups, column))  # noqa: B023
             except PayloadLost as error:
-                self.queue.put_back(signal, self.dropped_groups.reissue_lost(error, taken))
+                self.queue.put_back(column, self.dropped_groups.reissue_lost(error, taken))
                 continue
             self.clock.add("annotate", Busy(REFERENCE, began, loop.time()))
             for group, answer in zip(taken, annotated, strict=True):
-                self.queue.put(group, signal, answer.columns[signal])
+                self.queue.put(group, column, answer.columns[column])

@@ -239,7 +239,7 @@ def _staleness(groups: Sequence[Group], version: PolicyVersion, queue: GroupQueu
         "async/reissued": queue.num_reissued,
         "async/refused": queue.num_refused,
         "async/queue_depth": queue.num_finished,
-        "curation/no_signal": queue.dropped["no_signal"],
+        "curation/zero_advantage": queue.dropped["zero_advantage"],
     }
 
 

@@ -139,7 +139,7 @@ class Ledger:
 
     def _weigh(self) -> None:
         """Let the weights of the sources follow what they teach, if the rules say so."""
-        if self.curation.rules.follows_signal and isinstance(self.source, TaskMixture):
+        if self.curation.rules.follows_reward_std and isinstance(self.source, TaskMixture):
             self.source.multiply(self.curation.factors(self.source.shares))
 
     def propose(self, episodes: Iterable[EpisodeMeta]) -> None:
@@ -154,7 +154,7 @@ class Ledger:
         found = self.curation.metrics()
         if isinstance(self.source, TaskMixture) and (num := self.source.num_proposed) is not None:
             found["curation/proposed"] = num
-        if self.curation.rules.follows_signal and isinstance(self.source, TaskMixture):
+        if self.curation.rules.follows_reward_std and isinstance(self.source, TaskMixture):
             found |= {f"curation/share/{name}": share for name, share in self.source.shares.items()}
         return found
 

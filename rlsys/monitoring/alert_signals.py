@@ -16,7 +16,7 @@ from math import hypot, isfinite, sqrt
 from statistics import StatisticsError, correlation, fmean, median, mode
 from typing import NamedTuple, Protocol
 
-from rlsys.monitoring.events import EvalDone, Event, GroupScored, SignalMissing, StepDone
+from rlsys.monitoring.events import EvalDone, Event, GroupScored, StepDone, ZeroAdvantageWarning
 from rlsys.monitoring.metric_catalog import metric_of
 
 LEVEL_STEPS = 5
@@ -423,10 +423,10 @@ class EqualRewards(StepSignal):
     """Steps in a row in which all rewards were equal, or a quarter of those in which all of one source of data were.
 
     Rewards that vary and then all reach the highest do not count: the tasks are solved. Groups that are dropped
-    because they have no signal count as steps, since without others there is no step.
+    because they have zero advantage count as steps, since without others there is no step.
     """
 
-    hears = (StepDone, SignalMissing)
+    hears = (StepDone, ZeroAdvantageWarning)
     _WITHOUT_REWARDS = ("policy/nll", "distill/kl")
     """Metrics of algorithms that do not need rewards."""
 
@@ -437,7 +437,7 @@ class EqualRewards(StepSignal):
         self._has_varied = False
 
     def observe(self, event: Event, time_s: float) -> SignalReading | None:
-        if isinstance(event, SignalMissing):
+        if isinstance(event, ZeroAdvantageWarning):
             words = f"{event.num_groups} groups in a row had nothing to learn in them: {event.detail}"
             return SignalReading(event.num_groups, "", words)
         return super().observe(event, time_s)

@@ -136,7 +136,7 @@ class GroupRolledOut(Event):
 class GroupScored(Event):
     """Every episode of a group has its reward, or the reason why it has none.
 
-    The group then waits to be trained, unless a `GroupDropped` follows because it has no signal.
+    The group then waits to be trained, unless a `GroupDropped` follows because it has zero advantage.
     """
 
     group_id: int
@@ -179,12 +179,12 @@ class EpisodeReplaced(Event):
     """Group id of the stored success."""
 
 
-class SignalMissing(Event):
-    """`num_groups` groups in a row had no signal, a tenth of the `limit` that ends the run."""
+class ZeroAdvantageWarning(Event):
+    """`num_groups` groups in a row had zero advantage, a tenth of the `limit` that ends the run."""
 
     num_groups: int
     limit: int
-    """`limits.max_no_signal_groups`."""
+    """`limits.max_zero_advantage_groups`."""
     detail: str
     """Detail of the last such group."""
 

@@ -2,9 +2,9 @@
 
 Numbers by token are in columns of their own: `prompt_ids`, `output_ids` and `logprobs` of all turns of an episode one
 after the other, and the readings of its trained tokens. `session` is the episode as JSON, with the length of each of
-these lists in its place. What holds for the whole group is in its first row: `task`, as JSON, and one column per
-signal. The other columns repeat a part of that for whoever reads the files without rlsys: any tool that reads Parquet
-can filter episodes by reward or text. The round trip is exact for finite numbers.
+these lists in its place. What holds for the whole group is in its first row: `task`, as JSON, and each of the
+algorithm's columns. The others repeat a part of that for whoever reads the files without rlsys: any tool that reads
+Parquet can filter episodes by reward or text. The round trip is exact for finite numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _READING = {"trainer_logprobs": FloatArray, "entropies": FloatArray, "advantages
 _PIECES = "pieces"
 _NUMBERS = ("step", "group_id", "attempt", "permit_version", "episode", "num_tokens", "reward", "advantage", "seconds")
 _SHORT = ("task_id", "source", "policy", "replica", "outcome", "reason")
-_SIGNAL = "signal_"
-"""Prefix of the columns of signals."""
+_COLUMN = "column_"
+"""Prefix of the columns that an algorithm asked for."""
 _FORMAT = b"rlsys.record_v"
 """Key of the format in the metadata of a file."""
 _Lists: TypeAlias = dict[str, list[Sequence[Any]]]
@@ -66,7 +66,7 @@ def rollout_paths(run: Path) -> list[Path]:
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
-    """Write the records of one step, which have columns of the same signals. The file appears whole."""
+    """Write the records of one step, which have the same columns. The file appears whole."""
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,13 +93,13 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
     partial.replace(path)
 
 
-def _schema(signals: Iterable[str]) -> pa.Schema:
+def _schema(columns: Iterable[str]) -> pa.Schema:
     import pyarrow as pa
 
     texts = (*_SHORT, "prompt", "text", "task", "session")
     lists: list[tuple[str, Any]] = [(name, pa.int32()) for name in ("prompt_ids", "output_ids")]
     lists += [(name, pa.float32()) for name in ("logprobs", "trainer_logprobs", "entropies", "advantages")]
-    lists += [("is_masked", pa.bool_()), (_PIECES, pa.string()), *((_SIGNAL + s, pa.float32()) for s in signals)]
+    lists += [("is_masked", pa.bool_()), (_PIECES, pa.string()), *((_COLUMN + s, pa.float32()) for s in columns)]
     numbers = [(name, pa.float64() if name in ("reward", "advantage", "seconds") else pa.int64()) for name in _NUMBERS]
     plain = [*numbers, *((name, pa.string()) for name in texts)]
     metadata = {_FORMAT: str(ROLLOUT_FORMAT).encode()}
@@ -128,8 +128,8 @@ def _table(record: RolloutRecord) -> pa.Table:
     columns = []
     for field in schema:
         name = field.name
-        if name.startswith(_SIGNAL):
-            own = record.columns[name.removeprefix(_SIGNAL)]
+        if name.startswith(_COLUMN):
+            own = record.columns[name.removeprefix(_COLUMN)]
             columns.append(_list_column([own] + [()] * (size - 1), field.type.value_type))
         elif _is_list(field):
             columns.append(_list_column([of_row[name] for of_row in lists], field.type.value_type))
@@ -197,7 +197,7 @@ def episode_row(record: RolloutRecord, e: int) -> Mapping[str, Any]:
 
 def _group_fields(record: RolloutRecord) -> Mapping[str, Any]:
     """Return what holds for the whole group, with the length of each row of its columns."""
-    columns = {signal: [len(row) for row in rows] for signal, rows in record.columns.items()}
+    columns = {kind: [len(row) for row in rows] for kind, rows in record.columns.items()}
     return {"task": record.task, "assigned": record.assigned, "parts": record.parts, "columns": columns}
 
 
@@ -288,9 +288,9 @@ def _record(rows: pa.Table) -> RolloutRecord:
             of_episode.append(tuple(of_trajectory))
         readings.append(tuple(of_episode))
     columns = {}
-    for signal, lengths in group["columns"].items():
-        column = _Reader(rows[_SIGNAL + signal], FloatArray)
-        columns[signal] = tuple(column.take(length) for length in lengths)
+    for key, lengths in group["columns"].items():
+        column = _Reader(rows[_COLUMN + key], FloatArray)
+        columns[key] = tuple(column.take(length) for length in lengths)
     return RolloutRecord(
         **first,
         key=GroupKey(rows["group_id"][0].as_py(), rows["attempt"][0].as_py()),

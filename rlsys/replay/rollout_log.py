@@ -86,7 +86,7 @@ class RolloutRecord:
     policy: str = POLICY
     """Name of the policy trained on the group."""
     columns: Mapping[str, Rows] = field(default_factory=dict)
-    """Columns by `Signal`, made by an annotator when groups arrived. They cannot be recomputed: the last bits of a
+    """Arrays by `Column`, made by an annotator when groups arrived. They cannot be recomputed: the last bits of a
     value depend on the other tokens of its batch."""
     readings: tuple[EpisodeReading, ...] = ()
     """Decoded text and trainer statistics of each token; empty if not recorded."""

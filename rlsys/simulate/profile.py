@@ -227,7 +227,7 @@ class Profile(Section):
 
     def config(self, folder: Path, steps: int) -> Config:
         """Build the driver's configuration of a run of `steps` steps on this cluster."""
-        limits = dict.fromkeys(("max_attempts", "max_failed_groups", "max_no_signal_groups"), MOST_FAILURES)
+        limits = dict.fromkeys(("max_attempts", "max_failed_groups", "max_zero_advantage_groups"), MOST_FAILURES)
         limits |= {"group_s": FOREVER_S, "no_progress_s": FOREVER_S}
         sections: dict[str, Any] = {
             "run": {"name": "simulated", "folder": folder, "steps": steps, "seed": self.seed},

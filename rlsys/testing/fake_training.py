@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
@@ -83,14 +83,14 @@ class _FakeModel(_FakeProcess):
     def _check_fetched(self, plan: BatchPlan) -> None:
         assert self._plan is plan, "fetch comes first, for the same plan"
 
-    def _check_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> None:
+    def _check_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> None:
         """Check that a step has its data, and the columns made for it, one array per micro-batch."""
         self._check_fetched(plan)
-        made = {signal: column for signal, (of, column) in self.world.columns.items() if of is plan}
+        made = {kind: column for kind, (of, column) in self.world.columns.items() if of is plan}
         assert columns == made, f"made for this step: {sorted(made)}, handed in: {sorted(columns)}"
-        for signal, column in columns.items():
+        for kind, column in columns.items():
             handed_in = [[len(array) for array in of_rank] for of_rank in column]  # type: ignore[union-attr]
-            assert handed_in == [_num_trained(self.fetched, of_rank) for of_rank in plan], signal
+            assert handed_in == [_num_trained(self.fetched, of_rank) for of_rank in plan], kind
 
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
@@ -149,14 +149,14 @@ class FakeActor(_FakeModel):
         self.version = self.num_steps = 0
         self.num_seen = 0
         """Number of policy steps that the stabilizer has seen."""
-        self.last_step: tuple[BatchPlan, Mapping[Signal, Sequence[Ref]]] | None = None
+        self.last_step: tuple[BatchPlan, Mapping[Column, Sequence[Ref]]] | None = None
         self.stall_s: list[float] = []
 
     def _forget(self) -> None:
         self.world.weights, self.world.consumed = 0, Counter()
         self.num_steps = self.num_seen = 0
 
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         self._begin("train_step")
         self._check_step(plan, columns)
         seconds = self.world.step_s(self.version, self.fetched)
@@ -258,12 +258,12 @@ class FakeCritic(_FakeModel):
     def _forget(self) -> None:
         self.num_steps = 0
 
-    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         self._begin("annotate_step")
         self._check_fetched(plan)
-        return _columns(self.world, groups, plan, signal, float(self.num_steps))
+        return _columns(self.world, groups, plan, column, float(self.num_steps))
 
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         self._begin("train_step")
         self._check_step(plan, columns)
         seconds = self.world.critic_s(self.num_steps)
@@ -320,22 +320,22 @@ class FakeReference(_FakeProcess):
                 await self._live_again()
                 on_recovery(worker, self.world.restart_s)
 
-    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+    async def annotate(self, groups: Sequence[Group], column: Column) -> list[Group]:
         self._begin("annotate")
         await asyncio.sleep(sum(self.world.annotate_s(group.group_id) for group in groups))
         await self.world.fetch("annotate", groups)
-        return [replace(g, columns={**g.columns, signal: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
+        return [replace(g, columns={**g.columns, column: [(-1.0,) * 3] * len(g.episodes)}) for g in groups]
 
-    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         self._begin("annotate_step")
         await self.world.fetch("annotate_step", groups)
-        return _columns(self.world, groups, plan, signal, -1.0)
+        return _columns(self.world, groups, plan, column, -1.0)
 
 
-def _columns(world: WorldState, groups: Sequence[Group], plan: BatchPlan, signal: Signal, value: float) -> list[Ref]:
+def _columns(world: WorldState, groups: Sequence[Group], plan: BatchPlan, kind: Column, value: float) -> list[Ref]:
     """Return `value` for every trained token: per rank, a tuple for each of its micro-batches."""
     column: list[Ref] = [[(value,) * count for count in _num_trained(groups, of_rank)] for of_rank in plan]
-    world.columns[signal] = (plan, column)
+    world.columns[kind] = (plan, column)
     return column
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.contracts import Workers
 from rlsys.testing.fake_pools import FakePinnedRollouts, FakeRewards, FakeRollouts
 from rlsys.testing.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
@@ -23,14 +23,14 @@ class RewardAsAdvantage(Algorithm):
 
     group_size: int = 2
     tolerates: int | None = None
-    needs: frozenset[Signal] = frozenset()
+    needs: frozenset[Column] = frozenset()
 
     @property
     def max_safe_staleness(self) -> int | None:
         return self.tolerates
 
     @property
-    def signals(self) -> frozenset[Signal]:
+    def columns(self) -> frozenset[Column]:
         return self.needs
 
     def advantages(self, group: Group) -> Iterator[TrajectoryAdvantage]:
@@ -52,9 +52,9 @@ class FakeWorld(WorldState):
             rewards,
             FakeActor(self),
             FakeRelays(self),
-            annotators={Signal.REFERENCE_LOGPROBS: reference},
+            annotators={Column.REFERENCE_LOGPROBS: reference},
             evaluation=FakePinnedRollouts(self),
-            step_annotators={Signal.REFERENCE_MISMATCHED: reference, Signal.VALUES: critic},
+            step_annotators={Column.REFERENCE_MISMATCHED: reference, Column.VALUES: critic},
             critic=critic,
             composer=rewards,
             reference=reference,

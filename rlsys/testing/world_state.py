@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.errors import PayloadLost
 from rlsys.types import (
@@ -65,7 +65,7 @@ class WorldState:
     """Seconds to roll out a group."""
     reward_s: Callable[[int], float] = lambda group_id: 0.1
     annotate_s: Callable[[int], float] = lambda group_id: 0.1
-    """Seconds to add a signal to one group."""
+    """Seconds to add a column to one group."""
     train_s: Callable[[int], float] = lambda version: 1.0
     """Seconds of the step that starts from a version."""
     critic_s: Callable[[int], float] = lambda step: 0.0
@@ -124,8 +124,8 @@ class WorldState:
         """Number of times each task was trained, by task id."""
         self.trained: list[tuple[PolicyVersion, Group]] = []
         """Trained groups, in order, each with the version at the start of its step."""
-        self.columns: dict[Signal, tuple[BatchPlan, list[Ref]]] = {}
-        """Newest column of each signal, and its plan."""
+        self.columns: dict[Column, tuple[BatchPlan, list[Ref]]] = {}
+        """Newest data of each column, and its plan."""
         self.relay: PolicyVersion = -1
         self._arrived = asyncio.Event()
         self._num_fetches: Counter[str] = Counter()

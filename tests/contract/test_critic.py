@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
+from rlsys.algorithm import Column, LossInputs, LossOutput, TokenAdvantages
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
@@ -39,13 +39,13 @@ class Valued(Surrogate):
     """The return of every token is its trajectory's advantage, and 1 more where it is the last of its sample."""
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        return frozenset({Signal.VALUES})
+    def columns(self) -> frozenset[Column]:
+        return frozenset({Column.VALUES})
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         returns_N = inputs.advantages_N.clone()
         returns_N[inputs.lengths_S.cumsum(0) - 1] += 1
-        return TokenAdvantages(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
+        return TokenAdvantages(returns_N - inputs.columns_N[Column.VALUES], returns_N)
 
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
         assert batch.returns_N is not None
@@ -76,7 +76,7 @@ def train_step(
     critic: CriticBackend, ranks: RankGroup, algorithm: Valued, num_updates: int = 1, max_tokens: int = 40
 ) -> dict[str, float]:
     plan, data = step_of(ranks, algorithm, num_updates, max_tokens)
-    columns = {Signal.VALUES: critic.values(plan, data)}
+    columns = {Column.VALUES: critic.values(plan, data)}
     return critic.train_step(plan, data.with_columns(columns), algorithm)
 
 

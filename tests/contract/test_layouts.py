@@ -16,7 +16,7 @@ from algorithms.gac import GAC
 from algorithms.grpo import GRPO
 from algorithms.kto import KTO
 from algorithms.ppo import PPO
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Algorithm, Column
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import Sample, samples_in
 from rlsys.batch.tensors import StepData
@@ -119,8 +119,8 @@ def take(job: RandomStep, ranks: RankGroup) -> Outcome:
             num_updates=2,
             has_pairs=True,
         )
-        given = sorted(algorithm.signals - {Signal.POLICY_MISMATCHED})
-        columns = [{signal: [_row(rng, sample) for _, sample in samples_in(p)] for signal in given} for p in payloads]
+        given = sorted(algorithm.columns - {Column.POLICY_MISMATCHED})
+        columns = [{kind: [_row(rng, sample) for _, sample in samples_in(p)] for kind in given} for p in payloads]
         data = StepData(payloads, columns)
         metrics.append(backend.train_step(plan[ranks.batch], data, algorithm, distribution=SAMPLED))
     return backend.full_weights(torch.float32), metrics

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Algorithm, Column
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import CheckpointError, ModelError
 from rlsys.types import Distribution
@@ -182,7 +182,7 @@ def reference_after_steps(model_path: str, ranks: RankGroup) -> Any:
             trained(backend, ranks)
         assert len(differing(backend.full_weights(torch.float32), started)) == len(started) * bool(num_steps)
         columns.append(
-            backend.reference(plan[ranks.rank], data_of(payloads), Signal.REFERENCE_LOGPROBS, distribution=SAMPLED)
+            backend.reference(plan[ranks.rank], data_of(payloads), Column.REFERENCE_LOGPROBS, distribution=SAMPLED)
         )
     return columns
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlsys import Config
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.samples import NOT_RECORDED, Sample, samples_of, without_repeats
 from rlsys.batch.tensors import MicroBatch
 from rlsys.config.lora_section import LoraSection
@@ -402,7 +402,7 @@ def test_an_adapter_is_trained_on_recorded_experts_and_its_reference_on_its_own(
     backend = FsdpBackend(moe_path, SETTINGS, RankGroup(), lora=LoraSection(rank=2), replays_routing=True)
     plan, payloads = planned(0, 1, PLAIN, max_tokens=60)
     columns = [
-        backend.reference(plan[0], data_of(given_records), Signal.REFERENCE_LOGPROBS, Distribution())
+        backend.reference(plan[0], data_of(given_records), Column.REFERENCE_LOGPROBS, Distribution())
         for given_records in (payloads, [with_records(payload) for payload in payloads])
     ]
     assert all(np.array_equal(a, b) for a, b in zip(*columns, strict=True))

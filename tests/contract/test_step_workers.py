@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan, plan_batch
 from rlsys.contracts import Critic, StepAnnotator
 from rlsys.errors import PayloadLost
@@ -50,7 +50,7 @@ def kit() -> Kit:
 
 async def values(kit: Kit, plan: BatchPlan) -> list[Ref]:
     await kit.critic.fetch(kit.groups, plan)
-    return await kit.critic.annotate_step(kit.groups, plan, Signal.VALUES)
+    return await kit.critic.annotate_step(kit.groups, plan, Column.VALUES)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 1000])
@@ -61,7 +61,7 @@ def test_a_column_has_an_array_per_micro_batch_in_order(kit, max_tokens, num_upd
         expected = [[3 * len(micro_batch.samples) for micro_batch in plan[rank].micro_batches] for rank in range(2)]
         made: list[Sequence[Any]] = [
             await values(kit, plan),
-            await kit.reference.annotate_step(kit.groups, plan, Signal.REFERENCE_MISMATCHED),
+            await kit.reference.annotate_step(kit.groups, plan, Column.REFERENCE_MISMATCHED),
         ]
         for column in made:
             assert [[len(array) for array in of_rank] for of_rank in column] == expected
@@ -76,7 +76,7 @@ def test_data_that_is_gone_is_told_before_anything_is_trained(kit):
         with pytest.raises(PayloadLost):
             await kit.critic.fetch(kit.groups, plan)
         with pytest.raises(PayloadLost):
-            await kit.reference.annotate_step(kit.groups, plan, Signal.REFERENCE_MISMATCHED)
+            await kit.reference.annotate_step(kit.groups, plan, Column.REFERENCE_MISMATCHED)
 
     run_virtual(main())
 
@@ -86,7 +86,7 @@ def test_a_step_changes_values_and_a_load_restores_them(kit, tmp_path: Path):
         critic, plan = kit.critic, kit.plan()
         before = await values(kit, plan)
         await copy_and_write(critic.save(tmp_path / "critic"))
-        stats = await critic.train_step(plan, {Signal.VALUES: before})
+        stats = await critic.train_step(plan, {Column.VALUES: before})
         assert stats.train_s >= 0
         assert stats.metrics.keys() == {name for name in stats.metrics if name.startswith("critic/")} != set()
         assert await values(kit, plan) != before
@@ -99,15 +99,15 @@ def test_a_step_changes_values_and_a_load_restores_them(kit, tmp_path: Path):
 # ------------------------------------------------------------------------------------- what fakes ask of the learner
 
 
-def drop(columns: Mapping[Signal, Sequence[Ref]]) -> dict[Signal, Sequence[Ref]]:
+def drop(columns: Mapping[Column, Sequence[Ref]]) -> dict[Column, Sequence[Ref]]:
     return {}
 
 
-def cut(columns: Mapping[Signal, Sequence[Ref]]) -> dict[Signal, Sequence[Ref]]:
-    return {signal: column[:1] for signal, column in columns.items()}
+def cut(columns: Mapping[Column, Sequence[Ref]]) -> dict[Column, Sequence[Ref]]:
+    return {kind: column[:1] for kind, column in columns.items()}
 
 
-def keep(columns: Mapping[Signal, Sequence[Ref]]) -> dict[Signal, Sequence[Ref]]:
+def keep(columns: Mapping[Column, Sequence[Ref]]) -> dict[Column, Sequence[Ref]]:
     return dict(columns)
 
 
@@ -119,7 +119,7 @@ def test_a_fake_refuses_a_step_without_its_columns(make, fault, is_refused):
         model, kit = make(world), Kit([group(s) for s in range(4)], FakeCritic(world), FakeReference(world), no_loss)
         plan = kit.plan()
         await model.fetch(kit.groups, plan)
-        columns = fault({Signal.VALUES: await values(kit, plan)})
+        columns = fault({Column.VALUES: await values(kit, plan)})
         if is_refused:
             with pytest.raises(AssertionError, match="made for this step"):
                 await model.train_step(plan, columns)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from algorithms.dart import DART
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
+from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan
 from rlsys.batch.tensors import StepData
 from rlsys.errors import OutOfMemory, TrainingError
@@ -63,12 +63,12 @@ class Paired(Surrogate):
     """Shows the mean of a column of mismatched pairs."""
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        return frozenset({Signal.POLICY_MISMATCHED})
+    def columns(self) -> frozenset[Column]:
+        return frozenset({Column.POLICY_MISMATCHED})
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         output = super().loss(logprobs_N, batch)
-        return replace(output, metrics_N={"mismatched": batch.columns_N[Signal.POLICY_MISMATCHED]})
+        return replace(output, metrics_N={"mismatched": batch.columns_N[Column.POLICY_MISMATCHED]})
 
 
 def trained(
@@ -348,6 +348,6 @@ def test_step_columns_reach_the_loss_beside_those_of_groups() -> None:
     for place, micro_batch in enumerate(plan[0].micro_batches):
         num = data_of(payloads).num_trained(micro_batch)
         columns.append(torch.full((num,), float(place)).numpy())
-    data = data_of(payloads).with_columns({Signal.VALUES: columns})
+    data = data_of(payloads).with_columns({Column.VALUES: columns})
     for place, part in enumerate(parts_of(step_of(plan, data, PLAIN))):
-        assert part.inputs.columns_N[Signal.VALUES].unique().tolist() == [place]
+        assert part.inputs.columns_N[Column.VALUES].unique().tolist() == [place]

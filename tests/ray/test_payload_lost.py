@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from rlsys.algorithm import Aggregation, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Aggregation, Column, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, RankPlan, plan_batch
 from rlsys.contracts import Replacement, TrainedGroup, TrainStats
 from rlsys.errors import PayloadLost
@@ -51,8 +51,8 @@ class Rank(ActorRank):
 
     def __init__(self, address: str) -> None: ...
 
-    def train_step(self, plan: RankPlan, signals: Any, *columns: Any) -> TrainStats:
-        data = self.take_data(signals, columns)
+    def train_step(self, plan: RankPlan, kinds: Any, *columns: Any) -> TrainStats:
+        data = self.take_data(kinds, columns)
         return TrainStats({"num_tokens": sum(data.num_trained(m) for m in plan.micro_batches)}, 0.0)
 
     def pair_cost(self) -> float:
@@ -123,8 +123,8 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
         three_nodes.remove_node(doomed, allow_graceful=False)
         for attempt in (
             lambda: trained(groups),
-            lambda: reference.annotate(groups, Signal.REFERENCE_LOGPROBS),
-            lambda: reference.annotate_step(groups, planned(groups), Signal.REFERENCE_MISMATCHED),
+            lambda: reference.annotate(groups, Column.REFERENCE_LOGPROBS),
+            lambda: reference.annotate_step(groups, planned(groups), Column.REFERENCE_MISMATCHED),
             lambda: actor.save_groups(tmp_path / "groups.jsonl", groups),
             lambda: recorded(groups),
         ):
@@ -140,8 +140,8 @@ def test_groups_lost_with_a_node_are_named_and_others_survive(three_nodes: Clust
             assert set(raised.value.group_ids) == lost
         assert (await rewards.replace_episode(Replacement(kept[0], 0, kept[1], 1))).group_id == 1
         assert (await trained(kept)).metrics == {"num_tokens": 2}
-        assert len(await reference.annotate(kept, Signal.REFERENCE_LOGPROBS)) == 2
-        assert len(await reference.annotate_step(kept, planned(kept), Signal.REFERENCE_MISMATCHED)) == 2
+        assert len(await reference.annotate(kept, Column.REFERENCE_LOGPROBS)) == 2
+        assert len(await reference.annotate_step(kept, planned(kept), Column.REFERENCE_MISMATCHED)) == 2
         await actor.save_groups(tmp_path / "groups.jsonl", kept)
         assert [record.group.group_id for record in read_groups(tmp_path / "groups.jsonl")] == [1, 2]
         await actor.close()

@@ -12,7 +12,7 @@ import pytest
 import ray
 from torch import Tensor
 
-from rlsys.algorithm import LossInputs, LossOutput, Signal, TokenAdvantages
+from rlsys.algorithm import Column, LossInputs, LossOutput, TokenAdvantages
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import MemorySavings
 from rlsys.loop.checkpoint import copy_and_write
@@ -31,15 +31,15 @@ SMALL = Resources(num_cpus=0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Everything(Surrogate):
-    """Asks for every signal, and shows what it is given."""
+    """Asks for every column, and shows what it is given."""
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        return frozenset(Signal)
+    def columns(self) -> frozenset[Column]:
+        return frozenset(Column)
 
     def token_advantages(self, inputs: LossInputs) -> TokenAdvantages:
         returns_N = inputs.advantages_N + 2
-        return TokenAdvantages(returns_N - inputs.columns_N[Signal.VALUES], returns_N)
+        return TokenAdvantages(returns_N - inputs.columns_N[Column.VALUES], returns_N)
 
     def value_loss(self, values_N: Tensor, batch: LossInputs) -> LossOutput:
         assert batch.returns_N is not None
@@ -48,10 +48,10 @@ class Everything(Surrogate):
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         columns_N = batch.columns_N
         metrics_N = {
-            "matched": logprobs_N.detach() - columns_N[Signal.REFERENCE_LOGPROBS],
-            "mismatched": columns_N[Signal.POLICY_MISMATCHED] - columns_N[Signal.REFERENCE_MISMATCHED],
-            "pair": columns_N[Signal.POLICY_MISMATCHED] - logprobs_N.detach(),
-            "value": columns_N[Signal.VALUES],
+            "matched": logprobs_N.detach() - columns_N[Column.REFERENCE_LOGPROBS],
+            "mismatched": columns_N[Column.POLICY_MISMATCHED] - columns_N[Column.REFERENCE_MISMATCHED],
+            "pair": columns_N[Column.POLICY_MISMATCHED] - logprobs_N.detach(),
+            "value": columns_N[Column.VALUES],
         }
         return LossOutput(super().loss(logprobs_N, batch).loss_N, metrics_N)
 
@@ -112,11 +112,11 @@ class Trainers:
     async def step(self, num_batches: int) -> Mapping[str, float]:
         plan, payloads = planned(0, num_batches, ALGORITHM, num_updates=2)
         bare = [replace(group_of(i, p), payload=PayloadRef(ray.put((p,)), 0)) for i, p in enumerate(payloads)]
-        groups = await self.reference.annotate(bare, Signal.REFERENCE_LOGPROBS)
+        groups = await self.reference.annotate(bare, Column.REFERENCE_LOGPROBS)
         await asyncio.gather(self.actor.fetch(groups, plan), self.critic.fetch(groups, plan))
         columns = {
-            Signal.VALUES: await self.critic.annotate_step(groups, plan, Signal.VALUES),
-            Signal.REFERENCE_MISMATCHED: await self.reference.annotate_step(groups, plan, Signal.REFERENCE_MISMATCHED),
+            Column.VALUES: await self.critic.annotate_step(groups, plan, Column.VALUES),
+            Column.REFERENCE_MISMATCHED: await self.reference.annotate_step(groups, plan, Column.REFERENCE_MISMATCHED),
         }
         both = await asyncio.gather(self.actor.train_step(plan, columns), self.critic.train_step(plan, columns))
         return {name: value for stats in both for name, value in stats.metrics.items()}

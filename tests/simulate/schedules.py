@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from rlsys.algorithm import Signal, StepAdvantages
+from rlsys.algorithm import Column, StepAdvantages
 from rlsys.config.sections import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import Constants
@@ -46,7 +46,7 @@ class Choosy(RewardAsAdvantage):
     empties: int = 0
     """Settling leaves nothing of a step whose oldest group's group_id is a multiple of this; 0: it leaves all."""
 
-    def has_signal(self, group: Group) -> bool:
+    def can_learn_from(self, group: Group) -> bool:
         return not self.is_choosy or group.group_id % 5 != 0
 
     def finalize_advantages(self, groups: Sequence[Group], past: Mapping[str, float]) -> StepAdvantages:
@@ -105,7 +105,7 @@ def sessions_of(seed: int) -> tuple[list[Session], Mapping[str, Any]]:
         "window": chance.choice((1, 1, 2, 5)),
         "checkpoint_every": chance.choice((0, 3)),
         "algorithm": Choosy(
-            needs=frozenset(Signal) if chance.random() < 0.6 else frozenset(),
+            needs=frozenset(Column) if chance.random() < 0.6 else frozenset(),
             is_choosy=chance.random() < 0.4,
             empties=chance.choice((0, 0, 7)),
         ),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.config.sections import CurationSection
 from rlsys.contracts import GroupScores, Replacement, TrainStats, Workers
@@ -44,7 +44,7 @@ class Picky(RewardAsAdvantage):
 
     group_size: int = SIZE
 
-    def has_signal(self, group: Group) -> bool:
+    def can_learn_from(self, group: Group) -> bool:
         return len({t.reward for _, t in group.trajectories()}) > 1
 
 
@@ -68,7 +68,7 @@ class Remembering(FakeActor):
         super().__init__(world)
         self.groups: list[Group] = []
 
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         self.groups += self.fetched
         return await super().train_step(plan, columns)
 
@@ -124,7 +124,7 @@ def test_a_run_with_all_tasks_solved_ends_with_the_remedy(tmp_path):
         run_virtual(driver.run(0))
 
 
-def test_groups_without_signal_count_in_the_success_history(tmp_path):
+def test_groups_without_advantages_count_in_the_success_history(tmp_path):
     rules = CurationSection(success_within=(0.05, 0.95))
     driver, actor, recorder = curated(FakeWorld(), tmp_path, rules, steps=14, algorithm=Picky(), look_again=0)
     run_virtual(driver.run(0))
@@ -134,7 +134,7 @@ def test_groups_without_signal_count_in_the_success_history(tmp_path):
         EASY: (SIZE, SIZE),
         HARD: (0, SIZE),
     }
-    assert counted(recorder, "no_signal")[-1] == driver.queue.dropped["no_signal"] >= 2
+    assert counted(recorder, "zero_advantage")[-1] == driver.queue.dropped["zero_advantage"] >= 2
     assert counted(recorder, "passed_over")[-1] >= 2 * 6
 
 
@@ -179,14 +179,14 @@ class MostlyFailing(ByTask):
 class Attentive(FakeReference):
     """Its column says which payload it was made of."""
 
-    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        annotated = await super().annotate(groups, signal)
-        return [replace(g, columns={**g.columns, signal: g.payload}) for g in annotated]
+    async def annotate(self, groups: Sequence[Group], column: Column) -> list[Group]:
+        annotated = await super().annotate(groups, column)
+        return [replace(g, columns={**g.columns, column: g.payload}) for g in annotated]
 
 
 def composing_workers(world: FakeWorld) -> Workers:
     workers = with_rewards(world, MostlyFailing(world))
-    return replace(workers, annotators={Signal.REFERENCE_LOGPROBS: Attentive(world)})
+    return replace(workers, annotators={Column.REFERENCE_LOGPROBS: Attentive(world)})
 
 
 def replaced(world: FakeWorld, folder: Path, more: int = 0, **limits: Any) -> tuple[Driver, Remembering, EventRecorder]:
@@ -200,7 +200,7 @@ def replaced(world: FakeWorld, folder: Path, more: int = 0, **limits: Any) -> tu
         **{
             "steps": 20,
             "max_staleness": 8,
-            "algorithm": RewardAsAdvantage(group_size=SIZE, needs=frozenset({Signal.REFERENCE_LOGPROBS})),
+            "algorithm": RewardAsAdvantage(group_size=SIZE, needs=frozenset({Column.REFERENCE_LOGPROBS})),
             **limits,
         },
     )
@@ -237,7 +237,7 @@ def test_a_failed_group_is_trained_with_a_stored_success(tmp_path, annotate_s):
     own = [e for g in actor.groups for e, m in zip(payload_of(g), g.episodes, strict=True) if m.origin == "own"]
     sampled = [turn for e in own for t in e.trajectories for turn in t.turns]
     assert sum(s.num_tokens for g in actor.groups for s in g.versions) == sum(len(turn.output_ids) for turn in sampled)
-    assert all(group.columns == {Signal.REFERENCE_LOGPROBS: group.payload} for group in actor.groups)
+    assert all(group.columns == {Column.REFERENCE_LOGPROBS: group.payload} for group in actor.groups)
     assert counted(recorder, "replaced")[-1] == len(events)
     assert max(actor.world.staleness) <= 8
     assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.ledger.open) == ({}, 0, {})

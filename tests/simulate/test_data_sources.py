@@ -151,7 +151,7 @@ def following(folder: Path) -> FakeRun:
         run={"steps": 12},
         train={"groups_per_step": 4},
         checkpoint={"every": 1},
-        curation={"source_weights": "signal"},
+        curation={"source_weights": "reward_std"},
         data={"path": [{"path": f"{name}.jsonl"} for name in names]},
     )
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.contracts import GroupScores
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
 from rlsys.loop.checkpoint import find_latest, read_state
@@ -155,7 +155,7 @@ def test_lost_payloads_are_reissued_and_the_same_tasks_consumed(seed, losses, ma
                 max_staleness=max_staleness,
                 window=window,
                 checkpoint_every=2,
-                signals=frozenset(Signal),
+                columns=frozenset(Column),
                 max_attempts=100,
             )
             run_virtual(driver.run(0))
@@ -196,7 +196,7 @@ def test_a_group_with_a_lost_payload_keeps_its_group_id(tmp_path, call):
     recorder = EventRecorder()
     world = FakeWorld(payload_losses={call: {1}})
     driver = driver_on(
-        world, tmp_path, max_staleness=2, checkpoint_every=1, signals=frozenset(Signal), recorder=recorder
+        world, tmp_path, max_staleness=2, checkpoint_every=1, columns=frozenset(Column), recorder=recorder
     )
     run_virtual(driver.run(0))
     lost = recorder.of(GroupReissued)
@@ -243,8 +243,8 @@ def test_a_late_notice_of_a_loss_spares_the_next_attempt(tmp_path):
         payload_losses={"annotate": {1}},
         notice_s=lambda number: 40.0 if number else 0.0,
     )
-    signals = frozenset(Signal)
-    driver = driver_on(world, tmp_path, steps=10, max_staleness=1, max_attempts=2, signals=signals, recorder=recorder)
+    columns = frozenset(Column)
+    driver = driver_on(world, tmp_path, steps=10, max_staleness=1, max_attempts=2, columns=columns, recorder=recorder)
     run_virtual(driver.run(0))
     assert [e.group_id for e in recorder.of(GroupReissued)] == [3, 5]
     assert (driver.queue.dropped, driver.queue.num_permits, driver.queue.ledger.open) == ({}, 0, {})
@@ -266,17 +266,17 @@ def test_a_late_failure_of_an_ended_attempt_drops_nothing(tmp_path):
     world = FakeWorld(payload_losses={"annotate": {0}}, reward_s=lambda group_id: 0.0, annotate_s=lambda group_id: 1.0)
     workers = replace(world.workers(), rewards=LateAndVoid(world))
     driver = driver_on(
-        world, tmp_path, groups_per_step=1, signals=frozenset(Signal), max_failed_groups=1, workers=workers
+        world, tmp_path, groups_per_step=1, columns=frozenset(Column), max_failed_groups=1, workers=workers
     )
     assert run_virtual(driver.run(0)) == 6
     assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.num_refused) == ({}, 1, 1)
 
 
-def test_signals_are_added_while_other_groups_are_still_rolled_out(tmp_path):
+def test_columns_are_added_while_other_groups_are_still_rolled_out(tmp_path):
     def duration_s(num_slow: int) -> float:
         recorder = EventRecorder()
         world = FakeWorld(rollout_s=lambda group_id: 1.0 + group_id % 3, annotate_s=lambda group_id: 1.0 * num_slow)
-        driver = driver_on(world, tmp_path / str(num_slow), signals=frozenset(Signal), recorder=recorder)
+        driver = driver_on(world, tmp_path / str(num_slow), columns=frozenset(Column), recorder=recorder)
         run_virtual(driver.run(0))
         assert [e.metrics["time/annotate"] for e in recorder.of(StepDone)] == pytest.approx([3.0 * num_slow] * 6)
         return sum(e.metrics["time/step"] for e in recorder.of(StepDone))
@@ -286,12 +286,12 @@ def test_signals_are_added_while_other_groups_are_still_rolled_out(tmp_path):
 
 def test_an_annotator_that_fails_ends_the_run_with_its_words(tmp_path):
     class Dead(FakeReference):
-        async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
+        async def annotate(self, groups: Sequence[Group], column: Column) -> list[Group]:
             raise WorkerDied("reference", "scoring 1 groups", "the process is gone")
 
     world = FakeWorld()
-    workers = replace(world.workers(), annotators={Signal.REFERENCE_LOGPROBS: Dead(world)})
-    driver = driver_on(world, tmp_path, signals=frozenset(Signal), workers=workers)
+    workers = replace(world.workers(), annotators={Column.REFERENCE_LOGPROBS: Dead(world)})
+    driver = driver_on(world, tmp_path, columns=frozenset(Column), workers=workers)
     with pytest.raises(RunAborted, match=r"3 attempts.*reference while scoring 1 groups: the process is gone"):
         run_virtual(driver.run(0))
 

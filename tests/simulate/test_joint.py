@@ -76,7 +76,7 @@ def test_a_policy_without_turns_in_a_group_drops_it(tmp_path: Path):
     limits = {"solver": {"max_failed_groups": 1}}
     session = Session(worlds(), tmp_path, limits, speaks=lambda policy, group_id: group_id % 2 == 0)
     session.run()
-    assert {reason for _, reason in session.diaries["solver"].dropped} == {"no_signal"}
+    assert {reason for _, reason in session.diaries["solver"].dropped} == {"zero_advantage"}
     assert all(group_id % 2 == 0 for group_id in session.worlds["solver"].trained_group_ids)
     assert session.worlds["proposer"].trained_group_ids == list(range(3 * STEPS))
 

@@ -14,27 +14,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.algorithm import Algorithm, Signal, StepAdvantages
+from rlsys.algorithm import Algorithm, Column, StepAdvantages
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Files, TrainStats, Workers
 from rlsys.errors import CheckpointError, ConfigError, OutOfMemory, RunAborted, TrainingError, WorkerDied
 from rlsys.loop.checkpoint import find_latest, read_failed
 from rlsys.loop.driver import Driver
-from rlsys.monitoring.events import CheckpointSaved, GroupDropped, SignalMissing, StepDone
+from rlsys.monitoring.events import CheckpointSaved, GroupDropped, StepDone, ZeroAdvantageWarning
 from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.replay.rollout_log import read_groups
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
-ALL = frozenset(Signal)
+ALL = frozenset(Column)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast(RewardAsAdvantage):
     """Learns from groups whose rewards differ."""
 
-    def has_signal(self, group: Group) -> bool:
+    def can_learn_from(self, group: Group) -> bool:
         return len({t.reward for _, t in group.trajectories()}) > 1
 
 
@@ -70,22 +70,22 @@ def equal_in_every_third(group_id: int, episode: int) -> float:
 # ---------------------------------------------------------------------------------- dynamic sampling
 
 
-def test_a_group_without_signal_is_replaced_and_is_no_failure(tmp_path):
+def test_a_group_without_advantages_is_replaced_and_is_no_failure(tmp_path):
     recorder, world = EventRecorder(), FakeWorld(reward=equal_in_every_third)
     driver = driver_on(
-        world, tmp_path, algorithm=Contrast(), max_failed_groups=1, max_no_signal_groups=4, recorder=recorder
+        world, tmp_path, algorithm=Contrast(), max_failed_groups=1, max_zero_advantage_groups=4, recorder=recorder
     )
     assert run_virtual(driver.run(0)) == 6
     dropped = recorder.of(GroupDropped)
-    assert [(e.group_id % 3, e.reason) for e in dropped] == [(0, "no_signal")] * len(dropped)
+    assert [(e.group_id % 3, e.reason) for e in dropped] == [(0, "zero_advantage")] * len(dropped)
     assert "equal rewards: [1.0]" in dropped[0].detail
     assert world.consumed.total() == 18
     assert driver.queue.ledger.next_group_id == 18 + len(dropped) == 27
     assert not driver.queue.ledger.open
-    assert recorder.of(StepDone)[-1].metrics["curation/no_signal"] == len(dropped)
+    assert recorder.of(StepDone)[-1].metrics["curation/zero_advantage"] == len(dropped)
 
 
-def test_replacing_groups_without_signal_does_not_slow_a_busy_trainer(tmp_path):
+def test_replacing_groups_without_advantages_does_not_slow_a_busy_trainer(tmp_path):
     def duration_s(num_void: int) -> float:
         recorder = EventRecorder()
         world = FakeWorld(reward=lambda group_id, episode: 1.0 if 2 <= group_id < 2 + num_void else float(episode))
@@ -107,27 +107,29 @@ def test_replacing_groups_without_signal_does_not_slow_a_busy_trainer(tmp_path):
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, -3.5])
 def test_a_constant_reward_ends_the_run_with_likely_causes(tmp_path, reward):
-    driver = driver_on(FakeWorld(reward=lambda s, e: reward), tmp_path, algorithm=Contrast(), max_no_signal_groups=8)
+    driver = driver_on(
+        FakeWorld(reward=lambda s, e: reward), tmp_path, algorithm=Contrast(), max_zero_advantage_groups=8
+    )
     with pytest.raises(
         RunAborted, match=r"8 groups one after the other.*solved, or hopeless.*constant.*\[" + str(reward)
     ):
         run_virtual(driver.run(0))
 
 
-def test_groups_with_only_frozen_agents_have_no_signal(tmp_path):
+def test_groups_with_only_frozen_agents_have_zero_advantage(tmp_path):
     frozen = RewardAsAdvantage(frozen_agents=("policy",))
-    driver = driver_on(FakeWorld(), tmp_path, algorithm=frozen, max_failed_groups=1, max_no_signal_groups=3)
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=frozen, max_failed_groups=1, max_zero_advantage_groups=3)
     with pytest.raises(
         RunAborted, match=r"3 groups one after the other.*every trajectory belongs to algorithm\.frozen"
     ):
         run_virtual(driver.run(0))
 
 
-def test_missing_signal_is_reported_once_before_it_ends_the_run(tmp_path):
+def test_zero_advantages_are_reported_once_before_they_end_the_run(tmp_path):
     recorder, world = EventRecorder(), FakeWorld(reward=lambda group_id, episode: float(group_id >= 7 and episode))
-    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_no_signal_groups=50, recorder=recorder)
+    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_zero_advantage_groups=50, recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
-    (told,) = recorder.of(SignalMissing)
+    (told,) = recorder.of(ZeroAdvantageWarning)
     assert (told.num_groups, told.limit) == (5, 50)
     assert "equal rewards: [0.0]" in told.detail
     assert len(recorder.of(GroupDropped)) == 7
@@ -136,12 +138,12 @@ def test_missing_signal_is_reported_once_before_it_ends_the_run(tmp_path):
 def test_steps_that_settling_empties_are_told_too(tmp_path):
     recorder, algorithm = EventRecorder(), Without(group_ids=tuple(range(12)))
     run_virtual(driver_on(FakeWorld(), tmp_path, algorithm=algorithm, recorder=recorder).run(0))
-    assert [told.num_groups for told in recorder.of(SignalMissing)] == [6]
+    assert [told.num_groups for told in recorder.of(ZeroAdvantageWarning)] == [6]
 
 
-def test_failed_groups_do_not_reset_the_count_without_signal(tmp_path):
+def test_failed_groups_do_not_reset_the_count_of_zero_advantages(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: None if group_id % 4 == 0 else 1.0)
-    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_failed_groups=4, max_no_signal_groups=30)
+    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_failed_groups=4, max_zero_advantage_groups=30)
     with pytest.raises(RunAborted, match="30 groups one after the other"):
         run_virtual(driver.run(0))
     assert driver.queue.dropped["failed"] >= 8
@@ -154,7 +156,7 @@ def test_a_step_emptied_by_settling_makes_no_version(tmp_path):
     recorder, world = EventRecorder(), FakeWorld()
     driver = driver_on(world, tmp_path, max_staleness=1, algorithm=Without(group_ids=(3, 4, 5)), recorder=recorder)
     assert run_virtual(driver.run(0)) == 6
-    assert [(e.group_id, e.reason) for e in recorder.of(GroupDropped)] == [(n, "no_signal") for n in (3, 4, 5)]
+    assert [(e.group_id, e.reason) for e in recorder.of(GroupDropped)] == [(n, "zero_advantage") for n in (3, 4, 5)]
     assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3, 4, 5, 6]
     assert world.consumed.total() == 18
     assert (driver.queue.ledger.next_group_id, driver.queue.ledger.open, driver.queue.num_permits) == (21, {}, 0)
@@ -168,7 +170,9 @@ def test_a_group_that_settling_empties_is_trained_with_its_step(tmp_path):
 
 
 def test_settling_that_empties_every_step_ends_the_run(tmp_path):
-    driver = driver_on(FakeWorld(), tmp_path, algorithm=Without(group_ids=tuple(range(1000))), max_no_signal_groups=7)
+    driver = driver_on(
+        FakeWorld(), tmp_path, algorithm=Without(group_ids=tuple(range(1000))), max_zero_advantage_groups=7
+    )
     with pytest.raises(RunAborted, match=r"9 groups one after the other(.|\n)*of a step of 3 groups nothing is left"):
         run_virtual(driver.run(0))
 
@@ -225,7 +229,7 @@ def actor_of(driver: Driver) -> FakeActor:
 def test_the_critic_trains_after_the_actor_and_both_report(tmp_path):
     recorder = EventRecorder()
     world = FakeWorld(train_s=lambda version: 2.0, critic_s=lambda step: 5.0)
-    driver = driver_on(world, tmp_path, signals=ALL, recorder=recorder)
+    driver = driver_on(world, tmp_path, columns=ALL, recorder=recorder)
     run_virtual(driver.run(0))
     for step in recorder.of(StepDone):
         assert {"loss", "critic/loss"} <= step.metrics.keys()
@@ -235,9 +239,9 @@ def test_the_critic_trains_after_the_actor_and_both_report(tmp_path):
 
 def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
     class Slow(FakeReference):
-        async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+        async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
             await asyncio.sleep(3.0)
-            return await super().annotate_step(groups, plan, signal)
+            return await super().annotate_step(groups, plan, column)
 
     class SlowToFetch(FakeActor):
         async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
@@ -246,22 +250,22 @@ def test_a_step_tells_how_long_fetching_and_its_columns_took(tmp_path):
 
     recorder, world = EventRecorder(), FakeWorld()
     workers = world.workers()
-    made = {**workers.step_annotators, Signal.REFERENCE_MISMATCHED: Slow(world)}
+    made = {**workers.step_annotators, Column.REFERENCE_MISMATCHED: Slow(world)}
     workers = replace(workers, actor=SlowToFetch(world), step_annotators=made)
-    run_virtual(driver_on(world, tmp_path, signals=ALL, recorder=recorder, workers=workers).run(0))
+    run_virtual(driver_on(world, tmp_path, columns=ALL, recorder=recorder, workers=workers).run(0))
     for step in recorder.of(StepDone):
         assert (step.metrics["time/fetch"], step.metrics["time/columns"]) == pytest.approx((4.0, 3.0))
         assert not undocumented_names(step.metrics)
 
 
 def test_step_columns_are_made_per_rank_and_micro_batch(tmp_path):
-    driver = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=3)
+    driver = driver_on(FakeWorld(), tmp_path, columns=ALL, num_updates=3)
     run_virtual(driver.run(0))
     assert actor_of(driver).last_step is not None
     plan, columns = actor_of(driver).last_step or (None, {})
     assert plan is not None
     assert len(plan[0].updates) == 3
-    assert columns.keys() == {Signal.REFERENCE_MISMATCHED, Signal.VALUES}
+    assert columns.keys() == {Column.REFERENCE_MISMATCHED, Column.VALUES}
     for column in columns.values():
         shape = [[len(values) for values in of_rank] for of_rank in column]  # type: ignore[union-attr]
         assert shape == [[3 * len(batch.samples) for batch in plan[rank].micro_batches] for rank in range(2)]
@@ -275,13 +279,13 @@ def test_step_columns_are_made_per_rank_and_micro_batch(tmp_path):
         ({"critic": None}, "values"),
     ],
 )
-def test_a_signal_without_a_worker_is_named_before_anything_runs(tmp_path, taken, missing):
+def test_a_column_without_a_worker_is_named_before_anything_runs(tmp_path, taken, missing):
     class Less(FakeWorld):
         def workers(self) -> Workers:
             return replace(super().workers(), **taken)
 
     with pytest.raises(ConfigError, match=f"RewardAsAdvantage asks for {missing}, and this run has no worker"):
-        driver_on(Less(), tmp_path, signals=ALL)
+        driver_on(Less(), tmp_path, columns=ALL)
 
 
 class NoCritic(FakeWorld):
@@ -290,9 +294,9 @@ class NoCritic(FakeWorld):
 
 
 def test_the_critic_is_resumed_with_the_actor(tmp_path):
-    driver = driver_on(FakeWorld(), tmp_path, steps=3, signals=ALL)
+    driver = driver_on(FakeWorld(), tmp_path, steps=3, columns=ALL)
     run_virtual(driver.run(0))
-    resumed = driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)
+    resumed = driver_on(FakeWorld(), tmp_path, steps=5, columns=ALL)
     assert run_virtual(go_on(resumed)) == 5
     critic = resumed.workers.critic
     assert isinstance(critic, FakeCritic)
@@ -302,7 +306,7 @@ def test_the_critic_is_resumed_with_the_actor(tmp_path):
 def test_a_checkpoint_without_the_needed_critic_is_refused(tmp_path):
     run_virtual(driver_on(NoCritic(), tmp_path, steps=3).run(0))
     with pytest.raises(CheckpointError, match=r"step_000003 contains no critic, .* `rlsys export`"):
-        run_virtual(go_on(driver_on(FakeWorld(), tmp_path, steps=5, signals=ALL)))
+        run_virtual(go_on(driver_on(FakeWorld(), tmp_path, steps=5, columns=ALL)))
 
 
 def fast_rollouts() -> FakeWorld:
@@ -363,7 +367,7 @@ def test_a_stabilizer_added_on_resume_begins_with_synchronous_steps(tmp_path):
 
 def test_a_dead_trainer_ends_the_run_with_the_resume_command(tmp_path):
     class Dies(FakeActor):
-        async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+        async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
             raise WorkerDied("actor-1", "training a step", "a column is gone with its node")
 
     world = FakeWorld()
@@ -378,14 +382,14 @@ def kept_of(folder: Path) -> dict[str, object]:
 
 
 def test_a_step_with_nan_is_kept_and_can_be_replayed(tmp_path):
-    driver = driver_on(FakeWorld(nan_at=2), tmp_path, signals=ALL, num_updates=2, checkpoint_every=1)
+    driver = driver_on(FakeWorld(nan_at=2), tmp_path, columns=ALL, num_updates=2, checkpoint_every=1)
     folder = tmp_path / "failed" / "step_000003"
     with pytest.raises(TrainingError, match=rf"the loss of step 3 is nan\n(.|\n)*rlsys replay {folder}") as raised:
         run_virtual(driver.run(0))
     failed = read_failed(folder)
     assert (failed.version, failed.num_updates, failed.error) == (2, 2, "the loss of step 3 is nan")
     assert (failed.model, failed.update, raised.value.update) == ("actor", 1, 1)
-    assert set(failed.signals) == ALL
+    assert set(failed.columns) == ALL
     groups = [record.group for record in read_groups(folder / "groups.jsonl")]
     assert [group.group_id for group in groups] == [6, 7, 8]
     assert [[a.advantage for a in of_group] for of_group in failed.assigned] == [[0, 1], [1, 0], [0, 1]]
@@ -395,15 +399,15 @@ def test_a_step_with_nan_is_kept_and_can_be_replayed(tmp_path):
     saved = find_latest(tmp_path / "checkpoints")
     assert saved is not None
     assert kept_of(folder) == kept_of(saved), "both models are as they were before the step"
-    resumed = driver_on(FakeWorld(), tmp_path, signals=ALL, num_updates=2)
+    resumed = driver_on(FakeWorld(), tmp_path, columns=ALL, num_updates=2)
     assert run_virtual(go_on(resumed)) == 6
     whole = FakeWorld()
-    run_virtual(driver_on(whole, tmp_path / "whole", signals=ALL, num_updates=2).run(0))
+    run_virtual(driver_on(whole, tmp_path / "whole", columns=ALL, num_updates=2).run(0))
     assert actor_of(resumed).world.weights == whole.weights, "a resumed run issues the groups again"
 
 
 class DivergingCritic(FakeCritic):
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         if self.num_steps < 2:
             return await super().train_step(plan, columns)
         await asyncio.sleep(0)
@@ -411,7 +415,7 @@ class DivergingCritic(FakeCritic):
 
 
 class HungryCritic(FakeCritic):
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         await asyncio.sleep(0)
         raise OutOfMemory("step 1: out of memory", update=0)
 
@@ -421,8 +425,8 @@ class HungryCritic(FakeCritic):
 
 def test_a_lack_of_memory_ends_the_run_without_a_call_to_the_ranks(tmp_path):
     workers, critic = (world := FakeWorld()).workers(), HungryCritic(world)
-    workers = replace(workers, critic=critic, step_annotators={**workers.step_annotators, Signal.VALUES: critic})
-    driver = driver_on(world, tmp_path, signals=ALL, workers=workers)
+    workers = replace(workers, critic=critic, step_annotators={**workers.step_annotators, Column.VALUES: critic})
+    driver = driver_on(world, tmp_path, columns=ALL, workers=workers)
     with pytest.raises(OutOfMemory, match=r"step 1: out of memory$"):
         run_virtual(driver.run(0))
     assert not (tmp_path / "failed").exists()
@@ -430,8 +434,8 @@ def test_a_lack_of_memory_ends_the_run_without_a_call_to_the_ranks(tmp_path):
 
 def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):
     workers, critic = (world := FakeWorld()).workers(), DivergingCritic(world)
-    workers = replace(workers, critic=critic, step_annotators={**workers.step_annotators, Signal.VALUES: critic})
-    driver = driver_on(world, tmp_path, signals=ALL, checkpoint_every=1, workers=workers)
+    workers = replace(workers, critic=critic, step_annotators={**workers.step_annotators, Column.VALUES: critic})
+    driver = driver_on(world, tmp_path, columns=ALL, checkpoint_every=1, workers=workers)
     with pytest.raises(TrainingError, match="the critic's loss of step 3 is nan"):
         run_virtual(driver.run(0))
     folder = tmp_path / "failed" / "step_000003"
@@ -484,9 +488,9 @@ def test_a_save_without_the_file_of_a_rank_is_refused(tmp_path, kind: type[FakeA
         if isinstance(model, FakeActor):
             workers = replace(workers, actor=model)
         else:
-            annotators = {**workers.step_annotators, Signal.VALUES: model}
+            annotators = {**workers.step_annotators, Column.VALUES: model}
             workers = replace(workers, critic=model, step_annotators=annotators)
-        return driver_on(world, folder, signals=ALL, workers=workers, recorder=recorder)
+        return driver_on(world, folder, columns=ALL, workers=workers, recorder=recorder)
 
     remedy = r"let run\.folder be a folder that all machines share"
     refused = driver(FakeWorld(), tmp_path)

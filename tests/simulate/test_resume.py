@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import TrainStats, Workers
 from rlsys.loop.driver import Driver
@@ -26,7 +26,7 @@ class OrderedActor(FakeActor):
         super().__init__(world)
         self.order = order
 
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
         self.order += [group.group_id for group in self.fetched]
         return await super().train_step(plan, columns)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.errors import CheckpointError, RunAborted
 from rlsys.loop.checkpoint import read_state
 from rlsys.monitoring.events import (
@@ -27,7 +27,7 @@ from rlsys.testing import EventRecorder, FakeWorld, RewardAsAdvantage, run_virtu
 from rlsys.testing.fake_run import go_on
 from tests.simulate.world import driver_on
 
-ALL = RewardAsAdvantage(needs=frozenset(Signal))
+ALL = RewardAsAdvantage(needs=frozenset(Column))
 CALLS = (
     *(f"actor-0 {call}" for call in ("fetch", "train_step", "publish", "save", "save_groups")),
     *(f"critic-0 {call}" for call in ("fetch", "annotate_step", "train_step", "save")),

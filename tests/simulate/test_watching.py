@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.errors import NoProgress, WorkerDied
 from rlsys.loop.driver import Driver
@@ -96,8 +96,8 @@ def test_spans_of_work_say_who_did_what_when(tmp_path):
     world = FakeWorld(
         num_replicas=1, rollout_s=lambda n: 2.0, reward_s=lambda n: 0.5, train_s=lambda v: 3.0, critic_s=lambda n: 1.5
     )
-    signals = frozenset({Signal.REFERENCE_LOGPROBS, Signal.VALUES})
-    driver = driver_on(world, tmp_path, steps=1, groups_per_step=1, signals=signals)
+    columns = frozenset({Column.REFERENCE_LOGPROBS, Column.VALUES})
+    driver = driver_on(world, tmp_path, steps=1, groups_per_step=1, columns=columns)
     told = [(e.worker, e.activity, e.start_s, e.end_s) for e in told_by(driver).of(WorkerBusy)]
     published = world.publish_s
     scored_s = published + 2.0 + 0.5
@@ -133,9 +133,9 @@ def test_slow_verification_does_not_shift_the_reported_generation_time(tmp_path)
 
 
 class SlowCritic(FakeCritic):
-    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         await asyncio.sleep(2.0)
-        return await super().annotate_step(groups, plan, signal)
+        return await super().annotate_step(groups, plan, column)
 
 
 class SlowRecorder(FakeActor):
@@ -146,8 +146,8 @@ class SlowRecorder(FakeActor):
 
 def test_preparing_columns_is_reported_as_work_of_their_annotator(tmp_path):
     critic = SlowCritic(world := FakeWorld())
-    workers = replace(world.workers(), critic=critic, step_annotators={Signal.VALUES: critic})
-    driver = driver_on(world, tmp_path, steps=2, signals=frozenset({Signal.VALUES}), workers=workers)
+    workers = replace(world.workers(), critic=critic, step_annotators={Column.VALUES: critic})
+    driver = driver_on(world, tmp_path, steps=2, columns=frozenset({Column.VALUES}), workers=workers)
     assert {e.worker for e in told_by(driver).of(WorkerBusy) if e.activity == "preparing"} == {"critic"}
 
 
@@ -164,7 +164,7 @@ def test_recording_rollouts_is_reported_and_counted_in_its_step(tmp_path):
 
 def test_time_train_stays_what_the_models_say_of_themselves(tmp_path):
     world = FakeWorld(train_s=lambda version: 3.0, critic_s=lambda step: 1.5)
-    told = told_by(driver_on(world, tmp_path, steps=2, signals=frozenset({Signal.VALUES})))
+    told = told_by(driver_on(world, tmp_path, steps=2, columns=frozenset({Column.VALUES})))
     assert [step.metrics["time/train"] for step in told.of(StepDone)] == [4.5, 4.5]
 
 

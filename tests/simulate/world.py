@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Algorithm, Column
 from rlsys.config.sections import CurationSection
 from rlsys.contracts import Workers
 from rlsys.loop.build_driver import Constants
@@ -74,10 +74,10 @@ def driver_on(
     checkpoint_every: int = 0,
     max_attempts: int = 3,
     max_failed_groups: int = 4,
-    max_no_signal_groups: int = 50,
+    max_zero_advantage_groups: int = 50,
     num_updates: int = 1,
     no_progress_s: float = 10_000.0,
-    signals: frozenset[Signal] = frozenset(),
+    columns: frozenset[Column] = frozenset(),
     algorithm: Algorithm | None = None,
     synchronous_steps: int = 0,
     recorder: EventRecorder | None = None,
@@ -96,7 +96,7 @@ def driver_on(
         progress=progress,
         constants=constants,
         run={"steps": steps},
-        algorithm=algorithm or RewardAsAdvantage(needs=signals),
+        algorithm=algorithm or RewardAsAdvantage(needs=columns),
         stabilizer=Synchronous(steps=synchronous_steps),
         data={"max_prompt_tokens": 500},
         train={
@@ -113,7 +113,7 @@ def driver_on(
             "no_progress_s": no_progress_s,
             "max_attempts": max_attempts,
             "max_failed_groups": max_failed_groups,
-            "max_no_signal_groups": max_no_signal_groups,
+            "max_zero_advantage_groups": max_zero_advantage_groups,
         },
     )
     return run.driver

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlsys.algorithm import REFERENCE_SIGNALS, LossInputs, LossOutput, Signal
+from rlsys.algorithm import REFERENCE_COLUMNS, Column, LossInputs, LossOutput
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, RankPlan, plan_batch
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep
@@ -115,12 +115,12 @@ def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: S
 
 def models_on_gpu(config: Config) -> frozenset[str]:
     """Models of a step that the run has on GPUs, by its sections `train`, `critic` and `reference`."""
-    signals = config.algorithm.signals
+    columns = config.algorithm.columns
     is_on_gpu = {
         POLICY: config.resources["actor"].gpus > 0,
-        CRITIC: Signal.VALUES in signals and config.resources["critic"].gpus > 0,
+        CRITIC: Column.VALUES in columns and config.resources["critic"].gpus > 0,
         REFERENCE: config.has_reference
-        and Signal.REFERENCE_MISMATCHED in signals
+        and Column.REFERENCE_MISMATCHED in columns
         and config.resources["reference"].gpus > 0,
     }
     return frozenset(model for model, is_there in is_on_gpu.items() if is_there)
@@ -149,7 +149,7 @@ def _train(job: RetrainJob, ranks: RankGroup, stop: Stop | None = None) -> tuple
         )
         if stop is not None and step == recording.step:
             stop(step, plan, groups, models.policy)
-        columns = [{Signal(name): rows for name, rows in group.columns.items()} for group in groups]
+        columns = [{Column(name): rows for name, rows in group.columns.items()} for group in groups]
         data = StepData([group.episodes for group in groups], columns)
         metrics = models.train(plan[ranks.batch], data)
         hashes.append(models.hash())
@@ -163,7 +163,7 @@ class Models:
         """Create all models as at version 0. Raises `ModelError`."""
         self._config, self._ranks = job.config, ranks
         config, device = job.config, partial(job.device, rank=ranks.rank)
-        path, dtype, signals = config.model.path, config.dtype, config.algorithm.signals
+        path, dtype, columns = config.model.path, config.dtype, config.algorithm.columns
         savings = config.train.savings
         self.policy = FsdpBackend(
             path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY),
@@ -171,13 +171,13 @@ class Models:
         )  # fmt: skip
         self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
         self._critic = self._reference = None
-        if Signal.VALUES in signals:
+        if Column.VALUES in columns:
             own, settings = config.critic.path or path, critic_optimizer_settings(config)
             self._critic = CriticBackend(
                 own, settings, ranks, dtype=dtype, device=device(CRITIC),
                 savings=savings, lora=config.critic_lora,
             )  # fmt: skip
-        if Signal.REFERENCE_MISMATCHED in signals and config.has_reference:
+        if Column.REFERENCE_MISMATCHED in columns and config.has_reference:
             distribution, max_tokens = config.rollout.distribution, config.micro_batch_tokens
             self._reference = ReferenceWorker(config.reference_path, dtype, distribution, max_tokens, device(REFERENCE))
 
@@ -203,20 +203,20 @@ class Models:
         """Hash of the weights as they would be published; on other ranks than 0, hash of no weights."""
         return hash_of(self.policy.full_weights(getattr(torch, self._config.dtype)))
 
-    def _columns(self, plan: RankPlan, data: StepData) -> dict[Signal, StepColumn]:
+    def _columns(self, plan: RankPlan, data: StepData) -> dict[Column, StepColumn]:
         """Columns that are computed per step."""
-        columns: dict[Signal, StepColumn] = {}
+        columns: dict[Column, StepColumn] = {}
         if self._config.train.lora:
-            for signal in sorted(self._config.algorithm.signals & REFERENCE_SIGNALS):
+            for kind in sorted(self._config.algorithm.columns & REFERENCE_COLUMNS):
                 distribution = self._config.rollout.distribution
                 with _threads(self._config.resources["actor"].threads):
-                    columns[signal] = self.policy.reference(plan, data, signal, distribution)
+                    columns[kind] = self.policy.reference(plan, data, kind, distribution)
         if self._reference is not None:
             with _threads(self._config.resources["reference"].threads):
-                columns[Signal.REFERENCE_MISMATCHED] = self._reference.mismatched_logprobs(plan, data)
+                columns[Column.REFERENCE_MISMATCHED] = self._reference.mismatched_logprobs(plan, data)
         if self._critic is not None:
             with _threads(self._config.resources["critic"].threads):
-                columns[Signal.VALUES] = self._critic.values(plan, data)
+                columns[Column.VALUES] = self._critic.values(plan, data)
         return columns
 
 
@@ -264,11 +264,11 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
         skips_zeros=algorithm.skips_zero_advantages,
     )[0]
     is_critic = failed.model == "critic"
-    critic = _critic(config, folder, device) if Signal.VALUES in failed.signals else None
+    critic = _critic(config, folder, device) if Column.VALUES in failed.columns else None
     trained = critic if is_critic else _policy(config, folder, device)
     assert trained is not None, "a critic that failed is in a run whose algorithm reads values"
     data = StepData([record.episodes for record in records], [{}] * len(records))
-    columns = _columns(config, plan, data, failed.signals, device, critic)
+    columns = _columns(config, plan, data, failed.columns, device, critic)
     step = RankStep(
         plan=plan, data=data.with_columns(columns), algorithm=algorithm, version=failed.version, device=device
     )
@@ -332,24 +332,24 @@ def _columns(
     config: Config,
     plan: RankPlan,
     data: StepData,
-    signals: Iterable[Signal],
+    kinds: Iterable[Column],
     device: torch.device,
     critic: _Trained | None,
-) -> Mapping[Signal, StepColumn]:
+) -> Mapping[Column, StepColumn]:
     """Columns of the step that other workers computed in the run."""
-    wanted = set(signals)
-    made: dict[Signal, Callable[[MicroBatchPlan], Tensor]] = {}
-    if wanted & {Signal.REFERENCE_LOGPROBS, Signal.REFERENCE_MISMATCHED}:
+    wanted = set(kinds)
+    made: dict[Column, Callable[[MicroBatchPlan], Tensor]] = {}
+    if wanted & {Column.REFERENCE_LOGPROBS, Column.REFERENCE_MISMATCHED}:
         score = _scores(load_model(config.reference_path, getattr(torch, config.dtype), device), config)
-        made[Signal.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))
-        made[Signal.REFERENCE_MISMATCHED] = lambda one: mismatched_column(data, one, plan.partners, score, device)
+        made[Column.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))
+        made[Column.REFERENCE_MISMATCHED] = lambda one: mismatched_column(data, one, plan.partners, score, device)
     if critic is not None:
-        made[Signal.VALUES] = lambda one: critic.forward(data.micro_batch(one).to(device))
+        made[Column.VALUES] = lambda one: critic.forward(data.micro_batch(one).to(device))
     with torch.no_grad():
         return {
-            signal: [make(one).float().cpu().numpy() for one in plan.micro_batches]
-            for signal, make in made.items()
-            if signal in wanted
+            kind: [make(one).float().cpu().numpy() for one in plan.micro_batches]
+            for kind, make in made.items()
+            if kind in wanted
         }
 
 
@@ -378,7 +378,7 @@ def _replay_sample(
     gradients = local_gradients(trained.module)
     of_tokens = [  # in the order of computation: sampler, annotators, algorithm, model
         ("sampler's logprob", inputs.behavior_logprobs_N),
-        *((str(signal), column_N) for signal, column_N in inputs.columns_N.items()),
+        *((str(kind), column_N) for kind, column_N in inputs.columns_N.items()),
         ("advantage", inputs.advantages_N),
         *([("return", inputs.returns_N)] if inputs.returns_N is not None else []),
         *((fact, torch.full_like(said_N, value)) for fact, value in inputs.facts.items()),

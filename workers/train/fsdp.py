@@ -14,7 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlsys.algorithm import Algorithm, LossInputs, Signal
+from rlsys.algorithm import Algorithm, Column, LossInputs
 from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
@@ -166,14 +166,14 @@ class FsdpBackend(Sharded):
         """Per-token results of this rank's last step; empty before the first step. Not collective."""
         return [TokenColumns.of(*kept) for kept in self._kept]
 
-    def reference(self, plan: RankPlan, data: StepData, signal: Signal, distribution: Distribution) -> StepColumn:
+    def reference(self, plan: RankPlan, data: StepData, kind: Column, distribution: Distribution) -> StepColumn:
         """A column of this rank's micro-batches under the frozen base: the forward without the adapter.
 
-        `signal` is `Signal.REFERENCE_LOGPROBS` or `Signal.REFERENCE_MISMATCHED`.
+        `kind` is `Column.REFERENCE_LOGPROBS` or `Column.REFERENCE_MISMATCHED`.
         """
         logprobs = torch.no_grad()(lambda batch: self._scorer(batch, distribution)[0])
         with without_adapter(self._model):
-            if signal is Signal.REFERENCE_MISMATCHED:
+            if kind is Column.REFERENCE_MISMATCHED:
                 column = [mismatched_column(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches]
             else:
                 batches = (replace(data.micro_batch(m), routing_RW=None) for m in plan.micro_batches)

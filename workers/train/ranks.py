@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Algorithm, Column
 from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
@@ -44,21 +44,21 @@ class StepParcel:
     """Data of a step for some ranks, on its way to an actor."""
 
     parcel: Parcel
-    keys: tuple[tuple[int, Signal | None], ...]
-    """For each payload, the index of its group in the step, and the signal if it is a column."""
+    keys: tuple[tuple[int, Column | None], ...]
+    """For each payload, the index of its group in the step, and the column if it is not the episodes."""
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], plans: Sequence[RankPlan], signals: Collection[str], *, has_pairs: bool
+        cls, groups: Sequence[Group], plans: Sequence[RankPlan], columns: Collection[str], *, has_pairs: bool
     ) -> StepParcel:
-        """Data for these ranks, with the columns of `signals`. If the ranks make mismatched pairs, also partners:
+        """Data for these ranks, with these `columns`. If the ranks make mismatched pairs, also partners:
         groups that supply only a prompt."""
         trained = sorted({sample.group for plan in plans for m in plan.micro_batches for sample in m.samples})
         found = {plans[0].partners[index] for index in trained} if has_pairs else set()
         partners = sorted(index for index in found - {*trained} if index is not None)
         keys = [
             *((i, None) for i in (*trained, *partners)),
-            *((i, Signal(name)) for name in sorted(signals) for i in trained),
+            *((i, Column(name)) for name in sorted(columns) for i in trained),
         ]
         payloads = ((groups[i].group_id, groups[i].columns[s] if s else groups[i].payload) for i, s in keys)
         return cls(Parcel.of(payloads), tuple(keys))
@@ -68,12 +68,12 @@ class StepParcel:
         from rlsys.batch.tensors import StepData
 
         payloads: dict[int, Payload] = {}
-        columns: dict[int, dict[Signal, Any]] = {}
-        for (index, signal), opened in zip(self.keys, self.parcel.open(), strict=True):
-            if signal is None:
+        columns: dict[int, dict[Column, Any]] = {}
+        for (index, kind), opened in zip(self.keys, self.parcel.open(), strict=True):
+            if kind is None:
                 payloads[index], columns[index] = opened, {}
             else:
-                columns[index][signal] = opened
+                columns[index][kind] = opened
         return StepData(payloads, columns)
 
 
@@ -112,10 +112,10 @@ class Rank:
         return ()
 
     @remote("training a step")
-    def train_step(self, plan: RankPlan, signals: Sequence[Signal], *columns: StepColumn) -> TrainStats:
-        """Train one step on the fetched data; `columns` are this rank's columns of `signals`."""
+    def train_step(self, plan: RankPlan, kinds: Sequence[Column], *columns: StepColumn) -> TrainStats:
+        """Train one step on the fetched data; `columns` are this rank's data of `kinds`."""
         start_s = time.monotonic()
-        metrics = self._train(plan, self.take_data(signals, columns))
+        metrics = self._train(plan, self.take_data(kinds, columns))
         return TrainStats(metrics, time.monotonic() - start_s)
 
     def _train(self, plan: RankPlan, data: StepData) -> dict[str, float]:
@@ -151,10 +151,10 @@ class Rank:
         assert self._fetched is not None, "fetch comes first"
         return self._fetched
 
-    def take_data(self, signals: Sequence[Signal], columns: Sequence[StepColumn]) -> StepData:
+    def take_data(self, kinds: Sequence[Column], columns: Sequence[StepColumn]) -> StepData:
         """Return the data with the columns of the step, and drop it from this rank."""
         data, self._fetched = self.fetched_data, None
-        return data.with_columns(dict(zip(signals, columns, strict=True)))
+        return data.with_columns(dict(zip(kinds, columns, strict=True)))
 
 
 @contextmanager
@@ -207,9 +207,9 @@ class ActorRank(Rank):
         )
 
     @remote("scoring a step without the adapter")
-    def reference(self, plan: RankPlan, signal: Signal) -> tuple[int, StepColumn]:
-        """A receipt, and the column `signal` of the fetched step under the frozen base of the adapter."""
-        column = self._policy.reference(plan, self.fetched_data, signal, self._spec.distribution)
+    def reference(self, plan: RankPlan, kind: Column) -> tuple[int, StepColumn]:
+        """A receipt, and the column `kind` of the fetched step under the frozen base of the adapter."""
+        column = self._policy.reference(plan, self.fetched_data, kind, self._spec.distribution)
         return len(column), column
 
     @remote("telling what attention costs")

@@ -30,12 +30,12 @@ class Recorder:
         path: Path,
         step: int,
         trained: Sequence[TrainedGroup],
-        signals: Sequence[str],
+        kinds: Sequence[str],
         parcel: Parcel,
         *columns: list[TokenColumns],
     ) -> None:
         """Write groups of a step, given without payload and columns. `parcel` has their payloads, then their columns of
-        each of `signals`; `columns` are the per-token results of all ranks.
+        each of `kinds`; `columns` are the per-token results of all ranks.
 
         Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
         """
@@ -46,8 +46,8 @@ class Recorder:
         def records() -> Iterator[RolloutRecord]:
             for i, own in enumerate(trained):
                 record = RolloutRecord.of(step, own.task, own.group, payloads[i], own.assigned)
-                by_signal = {signal: tuple(row[i]) for signal, row in zip(signals, rows, strict=True)}
-                yield replace(record, columns=by_signal, readings=reader.read(own.place, record))
+                by_kind = {kind: tuple(row[i]) for kind, row in zip(kinds, rows, strict=True)}
+                yield replace(record, columns=by_kind, readings=reader.read(own.place, record))
 
         try:
             write_rollouts(path, records())

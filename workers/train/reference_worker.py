@@ -50,7 +50,7 @@ class ReferenceWorker:
 
     @remote("scoring mismatched pairs")
     def annotate_step(self, parcel: StepParcel, plans: Sequence[RankPlan]) -> tuple[int, *tuple[StepColumn, ...]]:
-        """A receipt, and `Signal.REFERENCE_MISMATCHED` of each rank. Raises `PayloadLost`."""
+        """A receipt, and `Column.REFERENCE_MISMATCHED` of each rank. Raises `PayloadLost`."""
         data = parcel.open()
         return len(plans), *(self.mismatched_logprobs(plan, data) for plan in plans)
 
@@ -69,7 +69,7 @@ class ReferenceWorker:
         ]
 
     def mismatched_logprobs(self, plan: RankPlan, data: StepData) -> StepColumn:
-        """`Signal.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""
+        """`Column.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""
         import torch
 
         from workers.model.logprobs import trained_logprobs

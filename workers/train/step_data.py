@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal
+from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput
 from rlsys.batch.packing import MicroBatchPlan, RankPlan, SampleRef
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.errors import ConfigError
@@ -89,9 +89,9 @@ class RankStep:
     def _part(self, plan: MicroBatchPlan, place: int, score: Score | None) -> Part:
         batch = self.data.micro_batch(plan, place).to(self.device)
         inputs = batch.loss_inputs(self.version, torch.full_like(batch.behavior_logprobs_N, torch.nan))
-        if score and Signal.POLICY_MISMATCHED in self.algorithm.signals:
+        if score and Column.POLICY_MISMATCHED in self.algorithm.columns:
             mismatched_N = mismatched_column(self.data, plan, self.plan.partners, score, self.device)
-            inputs = replace(inputs, columns_N={**inputs.columns_N, Signal.POLICY_MISMATCHED: mismatched_N})
+            inputs = replace(inputs, columns_N={**inputs.columns_N, Column.POLICY_MISMATCHED: mismatched_N})
         shaped = self.algorithm.token_advantages(inputs)
         inputs = replace(inputs, advantages_N=shaped.advantages_N, returns_N=shaped.returns_N)
         is_scored = False
@@ -127,7 +127,7 @@ def check_skipped(algorithm: Algorithm) -> None:
         advantages_N=torch.zeros(8),
         staleness_N=torch.arange(8) % 3,
         lengths_S=lengths_S,
-        columns_N={signal: near() for signal in algorithm.signals},
+        columns_N={kind: near() for kind in algorithm.columns},
     )
     if torch.autograd.grad(algorithm.loss(logprobs_N, batch).loss_N.sum(), logprobs_N)[0].any():
         raise ConfigError(
@@ -145,7 +145,7 @@ def join_parts(parts: Sequence[Part]) -> LossInputs:
 
     names = [f.name for f in fields(LossInputs) if isinstance(getattr(first, f.name), Tensor)]
     tensors: dict[str, Any] = {name: cat(lambda inputs, n=name: getattr(inputs, n)) for name in names}
-    columns_N = {signal: cat(lambda inputs, s=signal: inputs.columns_N[s]) for signal in first.columns_N}
+    columns_N = {kind: cat(lambda inputs, s=kind: inputs.columns_N[s]) for kind in first.columns_N}
     return replace(first, **tensors, columns_N=columns_N)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
@@ -30,7 +30,7 @@ LOOK_S = 2.0
 
 
 class ReferenceHandle:
-    """Implements `Reference` for `Signal.REFERENCE_LOGPROBS`, `StepAnnotator` for `Signal.REFERENCE_MISMATCHED`."""
+    """Implements `Reference` for `Column.REFERENCE_LOGPROBS`, `StepAnnotator` for `Column.REFERENCE_MISMATCHED`."""
 
     def __init__(self, start: Callable[[int], Remote[ReferenceWorker]], silence_s: float) -> None:
         """`start(n)` gives a process to the successor of `n` others; one without a heartbeat for `silence_s` has
@@ -62,11 +62,11 @@ class ReferenceHandle:
             await self.ready()
             on_recovery(worker, time.monotonic() - began_s)
 
-    async def annotate(self, groups: Sequence[Group], signal: Signal) -> list[Group]:
-        _, (column,) = await self._split(ReferenceWorker.annotate, 1, _payloads(groups))
-        return [replace(g, columns={**g.columns, signal: PayloadRef(column, i)}) for i, g in enumerate(groups)]
+    async def annotate(self, groups: Sequence[Group], column: Column) -> list[Group]:
+        _, (chunk,) = await self._split(ReferenceWorker.annotate, 1, _payloads(groups))
+        return [replace(g, columns={**g.columns, column: PayloadRef(chunk, i)}) for i, g in enumerate(groups)]
 
-    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         plans = plan
         parcel = StepParcel.of(groups, plans, (), has_pairs=True)
         _, columns = await self._split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
@@ -176,16 +176,16 @@ class RanksHandle(Generic[R]):
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Fetch the data before the step, so that no rank waits in a collective for a rank whose data is lost."""
-        signals, has_pairs = groups[0].columns, self._has_pairs
-        parcels = [StepParcel.of(groups, [of_rank], signals, has_pairs=has_pairs) for of_rank in plan]
+        columns, has_pairs = groups[0].columns, self._has_pairs
+        parcels = [StepParcel.of(groups, [of_rank], columns, has_pairs=has_pairs) for of_rank in plan]
         lost = await self._gather(r.call(Rank.fetch, parcels[batch]) for batch, r in self._by_batch())
         if group_ids := sorted({group_id for of_rank in lost for group_id in of_rank}):
             raise PayloadLost(tuple(group_ids))
 
-    async def train_step(self, plan: BatchPlan, columns: Mapping[Signal, Sequence[Ref]]) -> TrainStats:
-        signals = sorted(columns)
+    async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
+        kinds = sorted(columns)
         steps = [
-            rank.call(Rank.train_step, plan[batch], signals, *(cast("Any", columns[name][batch]) for name in signals))
+            rank.call(Rank.train_step, plan[batch], kinds, *(cast("Any", columns[name][batch]) for name in kinds))
             for batch, rank in self._by_batch()
         ]
         stats = await self._gather(steps)
@@ -280,9 +280,9 @@ class ActorHandle(RanksHandle[ActorRank]):
         if len(self._ranks) > 1:
             self.pair_cost = await self._ranks[0].call(ActorRank.pair_cost)
 
-    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         """Compute a column of the fetched data under the frozen base of the adapter."""
-        return await self._column(ActorRank.reference, plan, signal)
+        return await self._column(ActorRank.reference, plan, column)
 
     async def publish(self, version: PolicyVersion) -> Published:
         parts = await self._all(ActorRank.publish, version)
@@ -333,12 +333,12 @@ class RecordedStep:
 
     async def write_copy(self) -> None:
         groups = [own.group for own in self.trained]
-        signals = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Signal` as a key
+        kinds = tuple(sorted(map(str, groups[0].columns)))  # JSON accepts no `Column` as a key
         payloads = [(g.group_id, g.payload) for g in groups]
-        parcel = Parcel.of(payloads + [(g.group_id, g.columns[signal]) for signal in signals for g in groups])
+        parcel = Parcel.of(payloads + [(g.group_id, g.columns[kind]) for kind in kinds for g in groups])
         bare = [replace(own, group=group) for own, group in zip(self.trained, _bare(groups), strict=True)]
         assert self.actor.recorder is not None, "a run that records has one"
-        await self.actor.recorder.write(self.path, self.step, bare, signals, parcel, *self._columns)
+        await self.actor.recorder.write(self.path, self.step, bare, kinds, parcel, *self._columns)
 
 
 class CriticHandle(RanksHandle[CriticRank]):
@@ -347,8 +347,8 @@ class CriticHandle(RanksHandle[CriticRank]):
     async def load(self, folder: Path) -> None:
         await self._all(Rank.load, folder)
 
-    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, signal: Signal) -> list[Ref]:
-        """Compute `Signal.VALUES` of the fetched data."""
+    async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
+        """Compute `Column.VALUES` of the fetched data."""
         return await self._column(CriticRank.values, plan)
 
 

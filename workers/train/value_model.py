@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Algorithm, Column
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
@@ -121,7 +121,7 @@ class CriticBackend(Sharded):
     def train_step(self, plan: RankPlan, data: StepData, algorithm: Algorithm) -> dict[str, float]:
         """Train one step on this rank's share of the batch, update by update. Returns metrics, equal on all ranks.
 
-        `data` has the step's columns, including `Signal.VALUES`. Raises `TrainingError` as `FsdpBackend` does.
+        `data` has the step's columns, including `Column.VALUES`. Raises `TrainingError` as `FsdpBackend` does.
         """
         step = RankStep(plan=plan, data=data, algorithm=algorithm, version=self.step, device=self._device)
         totals, fit = StepMetrics(), Fit(self._device)
@@ -135,7 +135,7 @@ class CriticBackend(Sharded):
             share.backward()
             totals.add(output.metrics_N, part.weight)
             if part.weight:
-                fit.add(returns_N, part.inputs.columns_N[Signal.VALUES])
+                fit.add(returns_N, part.inputs.columns_N[Column.VALUES])
             return share.detach()
 
         means = self.train(step, step.update_parts(), accumulate, what="the critic's ")

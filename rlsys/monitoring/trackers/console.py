@@ -176,7 +176,7 @@ def note_of(event: events.Event) -> str | None:
             return f"dropped group {group_id} (task {task_id}): {reason}" + (f": {detail}" if detail else "")
         case events.GroupReissued(group_id=group_id, task_id=task_id, reason=reason):
             return f"group {group_id} (task {task_id}) is issued again: {reason}"
-        case events.SignalMissing(num_groups=count, limit=limit, detail=detail):
+        case events.ZeroAdvantageWarning(num_groups=count, limit=limit, detail=detail):
             what = f"{count} groups one after the other had nothing to learn in them, and {limit} end the run"
             return f"{what}; look at rewards and tasks. The last: {detail}"
         case events.WorkerFailed(worker=worker, phase=phase, detail=detail):

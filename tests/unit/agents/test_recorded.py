@@ -13,7 +13,7 @@ import torch
 from algorithms.kto import KTO
 from examples.tiny_policy import build_tokenizer
 from rlsys.agents.workflow import SingleTurn
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in, samples_of
 from rlsys.batch.tensors import StepData
@@ -257,7 +257,7 @@ def test_kto_learns_offline_and_engine_logprobs_match_the_trainer(tmp_path: Path
     assert settled.metrics == {"kto/desirable_frac": 0.5}
     plan = plan_batch(groups, settled.groups, kto.aggregation, num_ranks=1, max_tokens=512)[0]
     columns = [
-        {Signal.REFERENCE_LOGPROBS: score(tiny_sorter(), [s for _, s in samples_in(payload)], SAMPLED, max_tokens=64)}
+        {Column.REFERENCE_LOGPROBS: score(tiny_sorter(), [s for _, s in samples_in(payload)], SAMPLED, max_tokens=64)}
         for payload in payloads
     ]
     backend = FsdpBackend(str(tmp_path), OptimizerSettings(lr=1e-2, total_steps=10), RankGroup())

@@ -18,7 +18,7 @@ from algorithms.grpo import GRPO
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
-from rlsys.algorithm import Algorithm, LossInputs, LossOutput, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.batch.packing import SampleRef, num_trained, plan_batch
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch
@@ -68,7 +68,7 @@ class Tokens:
     behavior: list[float]
     proximal: list[float]
     staleness: list[int]
-    columns: Mapping[Signal, list[float]]
+    columns: Mapping[Column, list[float]]
 
 
 def tokens_of(place: tuple[int, int, int, int], length: int) -> Tokens:
@@ -86,10 +86,10 @@ def tokens_of(place: tuple[int, int, int, int], length: int) -> Tokens:
         proximal=proximal,
         staleness=[rng.randrange(4) for _ in range(length)],
         columns={
-            Signal.REFERENCE_LOGPROBS: near(behavior, 0.5),
-            Signal.REFERENCE_MISMATCHED: near(behavior, 1.0),
-            Signal.POLICY_MISMATCHED: near(behavior, 1.0),
-            Signal.VALUES: near([0.5] * length, 0.3),
+            Column.REFERENCE_LOGPROBS: near(behavior, 0.5),
+            Column.REFERENCE_MISMATCHED: near(behavior, 1.0),
+            Column.POLICY_MISMATCHED: near(behavior, 1.0),
+            Column.VALUES: near([0.5] * length, 0.3),
         },
     )
 
@@ -122,7 +122,7 @@ def inputs(refs: Sequence[SampleRef], step: Sequence[Group], algorithm: Algorith
         advantages_N=column([ref.advantage for ref, n in zip(refs, lengths, strict=True) for _ in range(n)]),
         staleness_N=torch.tensor([x for tokens in found for x in tokens.staleness], dtype=torch.int64),
         lengths_S=torch.tensor(lengths, dtype=torch.int64),
-        columns_N={s: column([x for tokens in found for x in tokens.columns[s]]) for s in algorithm.signals},
+        columns_N={s: column([x for tokens in found for x in tokens.columns[s]]) for s in algorithm.columns},
     )
     shaped = algorithm.token_advantages(batch)
     return replace(
@@ -312,14 +312,14 @@ def test_advantages_and_losses_wait_for_no_value_of_the_device(algorithm: Algori
     batch = replace(
         real,
         **{name: tensor.to("meta") for name, tensor in tensors.items()},
-        columns_N={signal: column_N.to("meta") for signal, column_N in real.columns_N.items()},
+        columns_N={kind: column_N.to("meta") for kind, column_N in real.columns_N.items()},
         facts=facts,
     )
     shaped = algorithm.token_advantages(batch)
     batch = replace(batch, advantages_N=shaped.advantages_N, returns_N=shaped.returns_N)
     logprobs_N = torch.empty_like(batch.advantages_N, requires_grad=True)
     algorithm.loss(logprobs_N, batch).loss_N.sum().backward()
-    if Signal.VALUES in algorithm.signals:
+    if Column.VALUES in algorithm.columns:
         algorithm.value_loss(logprobs_N, batch).loss_N.sum().backward()
 
 
@@ -383,7 +383,7 @@ def test_tokens_that_the_policy_did_not_sample_have_no_influence(algorithm: Algo
     beside_column = (-0.8, -0.6, 7.0, -7.0, 99.0, -1.5, -0.2)
     results = []
     for sample, values in ((plain, trained_column), (observed, beside_column)):
-        batch = MicroBatch.of([sample], [0.7], {signal: [values] for signal in algorithm.signals}, token_weights=[1.0])
+        batch = MicroBatch.of([sample], [0.7], {kind: [values] for kind in algorithm.columns}, token_weights=[1.0])
         seen = batch.loss_inputs(2, torch.full((4,), math.nan))
         shaped = algorithm.token_advantages(seen)
         proximal_N = torch.tensor([-0.9, -0.6, -1.9, -0.1])
@@ -425,7 +425,7 @@ def test_extreme_ratios_stay_finite(algorithm: Algorithm) -> None:
         advantages_N=torch.tensor([-1.0, 1.0, 0.0]),
         staleness_N=torch.tensor([0, 9, 1]),
         lengths_S=torch.tensor([1, 1, 1]),
-        columns_N=dict.fromkeys(algorithm.signals, other_N),
+        columns_N=dict.fromkeys(algorithm.columns, other_N),
     )
     batch = replace(batch, facts=algorithm.step_statistics(batch, OneRank()) if algorithm.has_step_statistics else {})
     loss = algorithm.loss(logprobs_N, batch).loss_N.sum()
@@ -471,7 +471,7 @@ def test_an_advantage_for_a_missing_trajectory_names_the_algorithm(e: int, t: in
 
 def assigned_to(algorithm: Algorithm, *members: EpisodeMeta) -> list[TrajectoryAdvantage]:
     scored = group(0, episodes=members)
-    algorithm.has_signal(scored)
+    algorithm.can_learn_from(scored)
     assigned = list(algorithm.advantages(scored))
     assert all(math.isfinite(a.advantage) for a in assigned)
     return assigned

@@ -59,12 +59,12 @@ def test_rloo_leaves_one_out() -> None:
 
 
 def test_dapo_drops_groups_whose_rewards_are_all_equal() -> None:
-    assert DAPO().has_signal(rewarded(1, 0))
-    assert not DAPO().has_signal(rewarded(1, 1))
-    assert not DAPO().has_signal(rewarded(1, None))
+    assert DAPO().can_learn_from(rewarded(1, 0))
+    assert not DAPO().can_learn_from(rewarded(1, 1))
+    assert not DAPO().can_learn_from(rewarded(1, None))
     long = EpisodeMeta((TrajectoryMeta("policy", None, OK, 1.0, (SampleMeta(1, 9, 9, 0),)),))
     of_two_lengths = group(0, episodes=[long, episode(1.0)])
-    assert not DAPO(max_length=8, overlong_tokens=4).has_signal(of_two_lengths)
+    assert not DAPO(max_length=8, overlong_tokens=4).can_learn_from(of_two_lengths)
 
 
 def test_dapo_drops_groups_whose_rewards_differ_for_nobody_in_training() -> None:
@@ -75,12 +75,12 @@ def test_dapo_drops_groups_whose_rewards_differ_for_nobody_in_training() -> None
 
     of_leads = group(0, episodes=[team(1, 0.5), team(0, 0.5)])
     frozen = DAPO(frozen_agents=("lead",))
-    assert DAPO().has_signal(of_leads)
-    assert not frozen.has_signal(of_leads), "every subagent's advantage is 0"
-    assert DAPO(frozen_agents=("lead",), team_share=0.5).has_signal(of_leads), "part of it is the lead's"
-    assert frozen.has_signal(group(0, episodes=[team(1, 1), team(1, 0)]))
-    assert not DAPO(frozen_agents=("subagent",)).has_signal(group(0, episodes=[team(1, 1), team(1, 0)]))
-    assert not DAPO().has_signal(replace(of_leads, policy="another"))
+    assert DAPO().can_learn_from(of_leads)
+    assert not frozen.can_learn_from(of_leads), "every subagent's advantage is 0"
+    assert DAPO(frozen_agents=("lead",), team_share=0.5).can_learn_from(of_leads), "part of it is the lead's"
+    assert frozen.can_learn_from(group(0, episodes=[team(1, 1), team(1, 0)]))
+    assert not DAPO(frozen_agents=("subagent",)).can_learn_from(group(0, episodes=[team(1, 1), team(1, 0)]))
+    assert not DAPO().can_learn_from(replace(of_leads, policy="another"))
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (50, 1.0)])

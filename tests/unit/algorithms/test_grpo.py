@@ -22,13 +22,13 @@ from algorithms.m2po import LARGEST_KEPT, M2PO
 from algorithms.policy_gradient import PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.rloo import RLOO
-from rlsys.algorithm import Algorithm, Signal, TrajectoryAdvantage
+from rlsys.algorithm import Algorithm, Column, TrajectoryAdvantage
 from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import OK, TRUNCATED, EpisodeMeta, Group, SampleMeta, TrajectoryMeta, failed
 from tests.groups import group as grouped
 from tests.tokens import F64, column, loss_of, tokens
 
-REFERENCE = Signal.REFERENCE_LOGPROBS
+REFERENCE = Column.REFERENCE_LOGPROBS
 NONE: tuple[Correction, ...] = ()
 EVERY = [(Tis(),), (IcePop(),), NONE]
 
@@ -148,14 +148,14 @@ def test_unrewarded_agents_have_the_advantage_of_their_episode(algorithm: Algori
     assigned = by_place(list(algorithm.advantages(group(EpisodeMeta(first), EpisodeMeta(second)))))
     alone = by_place(list(algorithm.advantages(leads(1.0, 0.0))))
     assert assigned == {(e, t): alone[e, 0] for e, t in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]}
-    assert algorithm.has_signal(group(EpisodeMeta(first), EpisodeMeta(second)))
+    assert algorithm.can_learn_from(group(EpisodeMeta(first), EpisodeMeta(second)))
 
 
-def test_inherited_equal_rewards_give_no_signal() -> None:
+def test_inherited_equal_rewards_give_zero_advantage() -> None:
     one, other = (EpisodeMeta((trajectory(reward=1.0), trajectory("sub"))), *leads(1.0).episodes)
-    assert not DAPO().has_signal(group(one, other))
+    assert not DAPO().can_learn_from(group(one, other))
     of_two_kinds = EpisodeMeta((trajectory(reward=1.0), trajectory("sub", reward=1.0), trajectory("sub", reward=0.0)))
-    assert not DAPO().has_signal(group(of_two_kinds, other)), "subagents of one episode have no baseline"
+    assert not DAPO().can_learn_from(group(of_two_kinds, other)), "subagents of one episode have no baseline"
 
 
 def test_an_agent_without_peers_in_another_episode_has_no_baseline() -> None:
@@ -321,8 +321,8 @@ def test_the_kl_term_is_weighted_as_the_correction_says(correction: tuple[Correc
 
 
 def test_the_reference_is_asked_for_only_when_weighted() -> None:
-    assert GRPO().signals == frozenset()
-    assert GRPO(kl_coef=0.01).signals == {REFERENCE}
+    assert GRPO().columns == frozenset()
+    assert GRPO(kl_coef=0.01).columns == {REFERENCE}
 
 
 @pytest.mark.parametrize(

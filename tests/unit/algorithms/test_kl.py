@@ -16,7 +16,7 @@ from algorithms.policy_gradient import PolicyGradient
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
 from algorithms.rloo import RLOO
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from tests.tokens import F64, numeric_gradient, tokens
 
 LOGITS = [0.3, -0.7, 1.1, 0.0]
@@ -135,7 +135,7 @@ def expected_by_enumeration(algorithm: PolicyGradient, first: Tensor, second: Te
     total = first.new_zeros(())
     for a, b in ALL:
         logprobs = torch.stack([first[a], second[a, b]])
-        reference = {Signal.REFERENCE_LOGPROBS: [REF_FIRST[a].item(), REF_SECOND[a, b].item()]}
+        reference = {Column.REFERENCE_LOGPROBS: [REF_FIRST[a].item(), REF_SECOND[a, b].item()]}
         batch = tokens(logprobs.tolist(), [0.0, 0.0], columns=reference)
         batch = replace(batch, advantages_N=algorithm.token_advantages(batch).advantages_N)
         total = total + logprobs.sum().exp().detach() * algorithm.loss(logprobs, batch).loss_N.sum()
@@ -167,7 +167,7 @@ def test_losses_use_the_token_kl_and_rewards_the_sequence_kl(algorithm: PolicyGr
 
 
 def test_rewards_come_at_last_tokens_and_kl_at_every_one() -> None:
-    reference = {Signal.REFERENCE_LOGPROBS: [-1.5, -1.0, -3.0]}
+    reference = {Column.REFERENCE_LOGPROBS: [-1.5, -1.0, -3.0]}
     batch = tokens([-1.0, -1.2, -2.0], [2.0, 2.0, -1.0], lengths=[2, 1], columns=reference)
     assert penalised_rewards(batch, 0.0, "k1").tolist() == [0.0, 2.0, -1.0]
     assert penalised_rewards(batch, 0.1, "k1").tolist() == pytest.approx([-0.05, 2.02, -1.1])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms.kto import KTO
-from rlsys.algorithm import LossInputs, LossOutput, Signal
+from rlsys.algorithm import Column, LossInputs, LossOutput
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in
 from rlsys.batch.tensors import MicroBatch, StepData
@@ -70,9 +70,9 @@ def inputs(samples: list[Sample], mismatches: list[list[float]] | None = None, *
         staleness_N=torch.zeros(len(ratios_N), dtype=torch.int64),
         lengths_S=lengths_S,
         columns_N={
-            Signal.REFERENCE_LOGPROBS: torch.full_like(ratios_N, -1.0),
-            Signal.REFERENCE_MISMATCHED: torch.full_like(ratios_N, -2.0),
-            Signal.POLICY_MISMATCHED: mismatches_N - 2,
+            Column.REFERENCE_LOGPROBS: torch.full_like(ratios_N, -1.0),
+            Column.REFERENCE_MISMATCHED: torch.full_like(ratios_N, -2.0),
+            Column.POLICY_MISMATCHED: mismatches_N - 2,
         },
         facts=facts,
     )
@@ -106,9 +106,9 @@ def test_apo_zero_needs_neither_reference_point_nor_mismatched_pairs() -> None:
     # 1 - sigmoid(0.2) and sigmoid(0.2)
     golden = torch.tensor([0.450166002688, 0.549833997312], dtype=torch.float64)
     torch.testing.assert_close(loss_N, golden, atol=1e-11, rtol=0)
-    assert (apo.signals, apo.has_step_statistics) == ({Signal.REFERENCE_LOGPROBS}, False)
-    mismatches = {Signal.REFERENCE_MISMATCHED, Signal.POLICY_MISMATCHED}
-    assert (KTO().signals, KTO().has_step_statistics) == ({Signal.REFERENCE_LOGPROBS} | mismatches, True)
+    assert (apo.columns, apo.has_step_statistics) == ({Column.REFERENCE_LOGPROBS}, False)
+    mismatches = {Column.REFERENCE_MISMATCHED, Column.POLICY_MISMATCHED}
+    assert (KTO().columns, KTO().has_step_statistics) == ({Column.REFERENCE_LOGPROBS} | mismatches, True)
 
 
 @pytest.mark.parametrize("full_length", [None, 1, 2])
@@ -194,7 +194,7 @@ def test_what_is_not_trained_has_no_influence() -> None:
 
     def loss_of(unseen: float) -> Tensor:
         column = [-1.0 if on else unseen for on in sample.is_trained]
-        batch = MicroBatch.of([sample], [1.0], {Signal.REFERENCE_LOGPROBS: [column]}, [1.0])
+        batch = MicroBatch.of([sample], [1.0], {Column.REFERENCE_LOGPROBS: [column]}, [1.0])
         behavior_N = batch.behavior_logprobs_N
         return KTO(variant="apo_zero_unpaired").loss(behavior_N, batch.loss_inputs(0, behavior_N)).loss_N
 
@@ -277,7 +277,7 @@ def test_what_failed_or_was_not_scored_has_no_label() -> None:
 
 def test_a_group_of_one_or_of_equal_rewards_teaches_too() -> None:
     alike = group(0, episodes=[episode(1.0), episode(1.0)])
-    assert KTO(group_size=1).has_signal(alike) and assigned(KTO(), episode(1.0)) == [(0, 0, 1.0)]
+    assert KTO(group_size=1).can_learn_from(alike) and assigned(KTO(), episode(1.0)) == [(0, 0, 1.0)]
 
 
 @given(st.permutations(range(5)))
@@ -421,7 +421,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     columns = []
     for payload in payloads:
         rows = score(reference, [sample for _, sample in samples_in(payload)], Distribution(1.0), max_tokens=64)
-        columns.append({Signal.REFERENCE_LOGPROBS: rows})
+        columns.append({Column.REFERENCE_LOGPROBS: rows})
     data = StepData(payloads, columns)
     with torch.no_grad():
         mismatches = [
@@ -430,7 +430,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
             ).numpy()
             for one in plan.updates[0]
         ]
-    data = data.with_columns({Signal.REFERENCE_MISMATCHED: mismatches})
+    data = data.with_columns({Column.REFERENCE_MISMATCHED: mismatches})
     backend = FsdpBackend(path, OptimizerSettings(lr=3e-3, total_steps=10), RankGroup())
     metrics = [backend.train_step(plan, data, kto, distribution=Distribution(1.0)) for _ in range(6)]
     first, last = metrics[0], metrics[-1]
@@ -451,10 +451,10 @@ def test_the_reference_point_does_not_depend_on_micro_batches(tmp_path: Path) ->
 
     def metrics_of(max_tokens: int) -> dict[str, float]:
         plan = plan_batch(groups, given_, kto.aggregation, num_ranks=1, max_tokens=max_tokens)[0]
-        data = StepData(payloads, [{Signal.REFERENCE_LOGPROBS: rows} for rows in zeros])
+        data = StepData(payloads, [{Column.REFERENCE_LOGPROBS: rows} for rows in zeros])
         lengths = [len(data.micro_batch(one).targets_N) for one in plan.updates[0]]
         far = [torch.full((n,), -9.0).numpy() for n in lengths]
-        data = data.with_columns({Signal.REFERENCE_MISMATCHED: far})
+        data = data.with_columns({Column.REFERENCE_MISMATCHED: far})
         return FsdpBackend(path, OptimizerSettings(lr=1e-3, total_steps=10), RankGroup()).train_step(
             plan, data, kto, distribution=Distribution(1.0)
         )

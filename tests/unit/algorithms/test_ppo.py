@@ -10,13 +10,13 @@ import torch
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from algorithms.rloo import RLOO
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.types import Group
 from tests.groups import episode, group
 from tests.tokens import column, numeric_gradient, tokens
 
-VALUES, REFERENCE = Signal.VALUES, Signal.REFERENCE_LOGPROBS
+VALUES, REFERENCE = Column.VALUES, Column.REFERENCE_LOGPROBS
 
 
 def rewarded(*rewards: float | None) -> Group:
@@ -42,7 +42,7 @@ def test_the_kl_is_subtracted_from_rewards_and_absent_from_loss() -> None:
     columns = {VALUES: [0.0, 0.0], REFERENCE: [-1.5, -3.0]}
     batch = tokens([-1.0, -2.0], [1.0, 1.0], columns=columns)
     algorithm = PPO(kl_coef=0.1, gae_lambda=0.0)
-    assert algorithm.signals == {VALUES, REFERENCE}
+    assert algorithm.columns == {VALUES, REFERENCE}
     assert algorithm.token_advantages(batch).advantages_N.tolist() == pytest.approx([-0.05, 0.9])
     output = algorithm.loss(column([-1.0, -2.0]), batch)
     assert output.loss_N.tolist() == [-1.0, -1.0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from algorithms.distill import Distill
 from algorithms.sft import SFT
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.types import OK, EpisodeMeta, TrajectoryMeta
@@ -37,15 +37,15 @@ def test_only_answers_above_the_threshold_are_trained_where_there_is_one():
     some = group(0, episodes=episodes)
     assert [a.episode for a in SFT(group_size=3).advantages(some)] == [0, 1, 2]
     assert [a.episode for a in SFT(group_size=3, reward_above=0.5).advantages(some)] == [0]
-    assert SFT(group_size=3, reward_above=0.5).has_signal(some)
-    assert not SFT(group_size=3, reward_above=1.0).has_signal(some), "dropped as no_signal"
+    assert SFT(group_size=3, reward_above=0.5).can_learn_from(some)
+    assert not SFT(group_size=3, reward_above=1.0).can_learn_from(some), "dropped as zero_advantage"
 
 
 def gradient_of(logits_V: torch.Tensor, sampler_V: torch.Tensor, teacher_V: torch.Tensor) -> torch.Tensor:
     """Expected gradient of the loss of one token, sampled by the policy with `sampler_V`, none of them clipped."""
     distill = Distill(clip_low=0.999, clip_high=1e6)
     logprobs_V, behavior_V = logits_V.log_softmax(-1), sampler_V.log_softmax(-1)
-    columns = {Signal.REFERENCE_LOGPROBS: teacher_V.log_softmax(-1).tolist()}
+    columns = {Column.REFERENCE_LOGPROBS: teacher_V.log_softmax(-1).tolist()}
     loss_N = distill.loss(logprobs_V, tokens(behavior_V.tolist(), [1.0] * len(behavior_V), columns=columns)).loss_N
     (found,) = torch.autograd.grad((behavior_V.exp() * loss_N).sum(), logits_V)
     return found
@@ -65,7 +65,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_to_the_teacher(is_stale
 
 
 def test_a_token_that_the_teacher_finds_impossible_is_bounded():
-    columns = {Signal.REFERENCE_LOGPROBS: [-900.0, -0.1]}
+    columns = {Column.REFERENCE_LOGPROBS: [-900.0, -0.1]}
     batch = tokens([-0.1, -0.1], [1.0, 1.0], columns=columns)
     logprobs_N = column([-0.1, -0.1]).requires_grad_()
     Distill(max_advantage=5.0).loss(logprobs_N, batch).loss_N.sum().backward()
@@ -73,7 +73,7 @@ def test_a_token_that_the_teacher_finds_impossible_is_bounded():
 
 
 def test_the_loss_reports_the_reverse_kl():
-    batch = tokens([-1.0, -2.0], [1.0, 1.0], columns={Signal.REFERENCE_LOGPROBS: [-0.5, -2.25]})
+    batch = tokens([-1.0, -2.0], [1.0, 1.0], columns={Column.REFERENCE_LOGPROBS: [-0.5, -2.25]})
     found = Distill().loss(column([-1.0, -2.0]), batch).metrics_N["distill/kl"]
     assert torch.equal(found, column([-0.5, 0.25]))
 

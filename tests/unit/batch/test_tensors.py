@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithm import Aggregation, Signal
+from rlsys.algorithm import Aggregation, Column
 from rlsys.batch.packing import MicroBatchPlan, SampleRef, plan_batch
 from rlsys.batch.samples import Sample, samples_of
 from rlsys.batch.tensors import MicroBatch, StepData, pack_for_scoring
@@ -21,7 +21,7 @@ from tests.models import episode_of, tiny_qwen3
 from tests.training import PLAIN, data_of, group_of, random_team
 from workers.model.logprobs import trained_logprobs
 
-REFERENCE = Signal.REFERENCE_LOGPROBS
+REFERENCE = Column.REFERENCE_LOGPROBS
 SHORT = Sample((1, 2), (3,), (True,), (-1.0,), (VersionSpan(0, 1),))
 LONG = Sample((1, 2), (4, 5, 6), (True, False, True), (-2.0, 0.0, -3.0), (VersionSpan(1, 1), VersionSpan(3, 1)))
 OTHER = Sample((7, 8, 9), (1, 2), (True, True), (-4.0, -5.0), (VersionSpan(2, 2),))
@@ -78,8 +78,8 @@ def test_a_plan_finds_its_samples_and_their_columns() -> None:
 
 def test_step_columns_are_found_by_micro_batch_number() -> None:
     values = [torch.tensor(column).numpy() for column in ([9.0], [1.0, 2.0, 3.0, 4.0])]
-    data = data_of(PAYLOADS).with_columns({Signal.VALUES: values})
-    assert data.micro_batch(PLAN, 1).columns_N[Signal.VALUES].tolist() == [1.0, 2.0, 3.0, 4.0]
+    data = data_of(PAYLOADS).with_columns({Column.VALUES: values})
+    assert data.micro_batch(PLAN, 1).columns_N[Column.VALUES].tolist() == [1.0, 2.0, 3.0, 4.0]
     with pytest.raises(ValueError, match="values has 1 entries for 4 trained tokens"):
         data.micro_batch(PLAN, 0)
 
@@ -88,10 +88,10 @@ def test_a_micro_batch_is_built_once_for_all_its_columns() -> None:
     """A critic values its micro-batches, then trains on them."""
     data = data_of(PAYLOADS)
     valued = data.micro_batch(PLAN)
-    trained = data.with_columns({Signal.VALUES: [torch.ones(4).numpy()]}).micro_batch(PLAN)
+    trained = data.with_columns({Column.VALUES: [torch.ones(4).numpy()]}).micro_batch(PLAN)
     assert trained.tokens_R is valued.tokens_R
-    assert Signal.VALUES not in valued.columns_N
-    assert trained.columns_N[Signal.VALUES].tolist() == [1.0] * 4
+    assert Column.VALUES not in valued.columns_N
+    assert trained.columns_N[Column.VALUES].tolist() == [1.0] * 4
 
 
 def test_mismatched_pairs_have_the_first_prompt_of_the_partner() -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from algorithms.grpo import GRPO
 from algorithms.kto import KTO
 from rlsys.agents.workflow import SingleTurn, Workflow
-from rlsys.algorithm import Algorithm, Signal
+from rlsys.algorithm import Algorithm, Column
 from rlsys.config import Config
 from rlsys.config.plugins import ALGORITHMS, KINDS, PluginKind, adapter
 from rlsys.config.resource_plan import plan_of
@@ -90,11 +90,11 @@ class Curious(Algorithm):
     """An algorithm of a user that asks for whatever it is told to."""
 
     asks: tuple[str, ...] = ()
-    """Signals, by name."""
+    """Columns, by name."""
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        known = {str(signal): signal for signal in Signal}
+    def columns(self) -> frozenset[Column]:
+        known = {str(column): column for column in Column}
         return frozenset(known.get(name, name) for name in self.asks)  # type: ignore[misc]
 
 
@@ -616,7 +616,7 @@ def test_more_updates_than_groups_are_refused(tmp_path: Path):
         ("[values]", {"rollout": 1, "reward": 1, "actor rank": 3, "critic rank": 3}),
     ],
 )
-def test_only_workers_for_the_requested_signals_start(tmp_path: Path, asks: str, roles: object):
+def test_only_workers_for_the_requested_columns_start(tmp_path: Path, asks: str, roles: object):
     algorithm = f"{{type: '{__name__}:Curious', asks: {asks}}}"
     path = write(tmp_path, MINIMAL + f"train: {{mesh: {{shard: 3}}}}\nalgorithm: {algorithm}\n")
     assert "reference" not in {role.name for role in plan_of(Config.load(path, ["train.lora.rank=4"])).roles}
@@ -625,10 +625,10 @@ def test_only_workers_for_the_requested_signals_start(tmp_path: Path, asks: str,
     assert plan.num_cpus == sum(role.count * (2 if role.name == "critic rank" else 1) for role in plan.roles)
 
 
-def test_a_signal_that_nobody_makes_is_refused_before_anything_starts(tmp_path: Path):
+def test_a_column_that_nobody_makes_is_refused_before_anything_starts(tmp_path: Path):
     path = write(tmp_path, MINIMAL + f"algorithm: {{type: '{__name__}:Curious', asks: [values, moods]}}\n")
     _, line = refusal(path)
-    assert "algorithm: Curious asks for moods, which no worker makes; signals are reference_logprobs, " in line
+    assert "algorithm: Curious asks for moods, which no worker makes; columns are reference_logprobs, " in line
 
 
 def test_the_critic_folder_is_checked_only_with_a_critic(tmp_path: Path):

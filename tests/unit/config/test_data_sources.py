@@ -135,5 +135,5 @@ def test_a_column_that_a_reward_needs_is_asked_of_its_source_alone(tmp_path: Pat
 
 def test_weights_that_follow_need_several_sources() -> None:
     with pytest.raises(ConfigError, match=r"curation\.source_weights: there is one source of data"):
-        Config.load([], [*NEEDED, "data.path=a", "curation.source_weights=signal"])
-    assert Config.load([], [*NEEDED, "data=[{path: a}, {path: b}]", "curation.source_weights=signal"])
+        Config.load([], [*NEEDED, "data.path=a", "curation.source_weights=reward_std"])
+    assert Config.load([], [*NEEDED, "data=[{path: a}, {path: b}]", "curation.source_weights=reward_std"])

@@ -9,8 +9,8 @@ import rlsys
 import rlsys.testing
 
 NAMES = [
-    "Agent", "Aggregation", "Algorithm", "Config", "Environment", "GradientDecision", "LossInputs",
-    "LossOutput", "RlsysError", "Run", "Session", "Signal", "Stabilizer", "StabilizerPlugin", "Step",
+    "Agent", "Aggregation", "Algorithm", "Column", "Config", "Environment", "GradientDecision", "LossInputs",
+    "LossOutput", "RlsysError", "Run", "Session", "Stabilizer", "StabilizerPlugin", "Step",
     "StepAdvantages", "TokenAdvantages", "Tool", "ToolError", "Toolbox", "TrainResult", "TrajectoryAdvantage",
     "Workflow", "evaluate", "export", "start", "tool", "train",
 ]  # fmt: skip

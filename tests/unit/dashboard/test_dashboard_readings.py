@@ -459,10 +459,10 @@ def test_the_ledger_lists_pending_groups_with_state_place_and_attempts(history: 
     assert [row.state for row in pending.values()] == ["is rolled out", "is lost", "waits for its reward"]
     assert (pending[18].worker, pending[19].last_reason) == ("rollout-3", "rollout-1 died")
     history.emit(GroupIssued(19, "task-19", 3, 4))
-    history.emit(GroupDropped(20, "task-20", "no_signal"))
+    history.emit(GroupDropped(20, "task-20", "zero_advantage"))
     answer = readings.ledger("run")
     assert [row.num_attempts for row in answer.pending] == [1, 2]
-    assert answer.dropped == {"no_signal": 1}
+    assert answer.dropped == {"zero_advantage": 1}
     assert answer.num_reissued == 1
 
 

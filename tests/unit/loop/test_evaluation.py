@@ -59,7 +59,7 @@ def evaluator_on(
     return Evaluator(
         rollouts,
         FakeRewards(rollouts.world),
-        FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=max_failed_groups, max_no_signal_groups=4)),
+        FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=max_failed_groups, max_zero_advantage_groups=4)),
         Events([recorder] if recorder else []),
         {name: tasks(count) for name, count in sets.items()},
         EvalSection(samples=samples, temperature=1.0),

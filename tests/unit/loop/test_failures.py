@@ -8,7 +8,6 @@ from rlsys.config.run_sections import LimitsSection
 from rlsys.errors import (
     ConfigError,
     DeadlineExceeded,
-    NoSignal,
     NothingToTrain,
     PayloadLost,
     RlsysError,
@@ -19,10 +18,11 @@ from rlsys.errors import (
     WorkerDied,
     WorkerError,
     WorkflowError,
+    ZeroAdvantage,
 )
 from rlsys.loop.failure_policy import FailurePolicy
 
-POLICY = FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=4, max_no_signal_groups=6))
+POLICY = FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=4, max_zero_advantage_groups=6))
 MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
 TASK = [TaskTooLong("rollout-1", "encoding", "it is long"), NothingToTrain("it is void")]
 
@@ -71,9 +71,9 @@ def test_too_many_drops_in_a_row_end_the_run(error):
     assert aborted(error, attempt=1, dropped_in_a_row=3) == message
 
 
-def test_groups_without_signal_are_dropped_up_to_the_limit():
-    error = NoSignal("group 7 (task a) has equal rewards: [1.0]")
-    assert POLICY.decide(error, attempt=1, dropped_in_a_row=4) == "no_signal"
+def test_groups_without_advantages_are_dropped_up_to_the_limit():
+    error = ZeroAdvantage("group 7 (task a) has equal rewards: [1.0]")
+    assert POLICY.decide(error, attempt=1, dropped_in_a_row=4) == "zero_advantage"
     for dropped_in_a_row in (5, 8):
         message = aborted(error, attempt=1, dropped_in_a_row=dropped_in_a_row)
         for part in (
@@ -81,7 +81,7 @@ def test_groups_without_signal_are_dropped_up_to_the_limit():
             "solved",
             "hopeless",
             "constant",
-            "limits.max_no_signal_groups",
+            "limits.max_zero_advantage_groups",
             "task a",
         ):
             assert part in message

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.algorithm import Signal
+from rlsys.algorithm import Column
 from rlsys.config.run_sections import LimitsSection
 from rlsys.errors import PayloadLost
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy
@@ -31,8 +31,8 @@ from rlsys.util import deadlines
 from tests.groups import episode, group, hand_in, queue_of, rolled_out
 from tests.simulate.world import EventRecorder
 
-SIGNAL = Signal.REFERENCE_LOGPROBS
-SIGNALS = frozenset({SIGNAL})
+COLUMN = Column.REFERENCE_LOGPROBS
+COLUMNS = frozenset({COLUMN})
 
 
 @dataclass
@@ -119,14 +119,14 @@ async def produced(queue: GroupQueue, count: int, order: Callable[[list[Permit]]
 
 
 def put(queue: GroupQueue, one: InFlightGroup, column: str) -> bool:
-    """Hand in a column of any kind; that of a signal is the number of the attempt."""
+    """Hand in a column of any kind; that of an annotator is the number of the attempt."""
     if column == "episodes":
         return queue.finish_rollout(one, rolled_out(group(one.group_id)))
     if column == "reward":
         if is_new := queue.score(one, group(one.group_id)):
             queue.offer(one)
         return is_new
-    return queue.put(one, Signal(column), one.attempt)
+    return queue.put(one, Column(column), one.attempt)
 
 
 def pending(*group_ids: int) -> LedgerState:
@@ -146,7 +146,7 @@ def pending(*group_ids: int) -> LedgerState:
 async def test_a_group_goes_through_every_state_and_tells_its_transitions():
     recorder, seen = EventRecorder(), []
 
-    queue = queue_of(1, signals=SIGNALS, events=Events([recorder]))
+    queue = queue_of(1, columns=COLUMNS, events=Events([recorder]))
     async with queue.permit() as permit:
         one = permit.group
         seen.append(one.state)
@@ -158,9 +158,9 @@ async def test_a_group_goes_through_every_state_and_tells_its_transitions():
         queue.score(one, group(0))
         seen.append(one.state)
         queue.offer(one)
-        assert one.state is State.SCORED, "its signal is not there"
-    assert await queue.take_for(SIGNAL, 100) == [one]
-    queue.put(one, SIGNAL, "column")
+        assert one.state is State.SCORED, "its column is not there"
+    assert await queue.take_for(COLUMN, 100) == [one]
+    queue.put(one, COLUMN, "column")
     seen.append(one.state)
     assert await queue.take(0) == [one]
     seen.append(one.state)
@@ -210,10 +210,10 @@ LEGAL = {state: {later, State.DROPPED, State.REISSUED} for state, later in pairw
 LEGAL[State.TAKEN].add(State.READY)
 
 
-@given(choices=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 99)), max_size=80), has_signal=st.booleans())
+@given(choices=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 99)), max_size=80), has_column=st.booleans())
 @virtual
-async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choices, has_signal):
-    queue = queue_of(2, max_staleness=1, window=9, signals=SIGNALS if has_signal else frozenset())
+async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choices, has_column):
+    queue = queue_of(2, max_staleness=1, window=9, columns=COLUMNS if has_column else frozenset())
     held: list[tuple[AsyncExitStack, Permit]] = []
     attempts: list[InFlightGroup] = []
 
@@ -224,7 +224,7 @@ async def test_whatever_is_asked_for_no_group_makes_an_illegal_transition(choice
             lambda: queue.finish_rollout(one, rolled_out(group(one.group_id))),
             lambda: queue.score(one, group(one.group_id)),
             lambda: queue.offer(one),
-            lambda: has_signal and queue.put(one, SIGNAL, "column"),
+            lambda: has_column and queue.put(one, COLUMN, "column"),
             lambda: queue.put_back(LEARNER, [one]),
             lambda: queue.release([one], queue.version),
             lambda: queue.drop(one, "failed", ""),
@@ -279,7 +279,7 @@ async def test_a_transition_that_is_none_raises_and_changes_nothing(state):
 
 @virtual
 async def test_the_table_says_what_is_pending_and_for_how_long():
-    queue = queue_of(5, signals=SIGNALS)
+    queue = queue_of(5, columns=COLUMNS)
     assert queue.table({}) == "  nothing is pending"
     async with AsyncExitStack() as permits:
         held = [await permits.enter_async_context(queue.permit()) for _ in range(4)]
@@ -291,7 +291,7 @@ async def test_the_table_says_what_is_pending_and_for_how_long():
         queue.finish_rollout(held[3].group, rolled_out(group(3)))
         queue.score(held[3].group, group(3))
         queue.offer(held[3].group)
-        queue.put(held[3].group, SIGNAL, "column")
+        queue.put(held[3].group, COLUMN, "column")
         await asyncio.sleep(40)
         assert queue.table({0: "rollout-0", 1: "rollout-1", 9: "rollout-0"}).splitlines() == [
             f"  group 0: task {a}, attempt 1 begun 40 s ago, waits for reference_logprobs and reward",
@@ -448,8 +448,8 @@ async def test_dropping_taken_groups_frees_their_permits():
     queue = queue_of(2, num_groups=2)
     await produced(queue, 2)
     for one in await queue.take(0):
-        queue.drop(one, "no_signal", "")
-    assert queue.dropped == {"no_signal": 2}
+        queue.drop(one, "zero_advantage", "")
+    assert queue.dropped == {"zero_advantage": 2}
     assert queue.num_permits == 2
     await produced(queue, 2)
     assert await taken(queue) == [2, 3]
@@ -546,16 +546,16 @@ def test_a_group_is_in_time_if_taken_within_the_bound(window, place, version, is
 
 @virtual
 async def test_the_learner_waits_for_the_columns_that_annotators_add():
-    queue = queue_of(2, max_staleness=1, signals=SIGNALS)
+    queue = queue_of(2, max_staleness=1, columns=COLUMNS)
     await produced(queue, 3)
     assert (queue.num_finished, [each.group_id for each in queue.finished_groups]) == (0, [0, 1, 2])
-    assert queue.lacking(queue.groups[0]) == [SIGNAL]
-    groups = await queue.take_for(SIGNAL, max_tokens=30)
+    assert queue.lacking(queue.groups[0]) == [COLUMN]
+    groups = await queue.take_for(COLUMN, max_tokens=30)
     assert [each.group_id for each in groups] == [0, 1, 2]
     for one in reversed(groups):
-        assert queue.put(one, SIGNAL, f"column of {one.group_id}")
+        assert queue.put(one, COLUMN, f"column of {one.group_id}")
     trained = [each.group for each in await queue.take(0)]
-    assert [(g.group_id, g.columns) for g in trained] == [(n, {SIGNAL: f"column of {n}"}) for n in (0, 1)]
+    assert [(g.group_id, g.columns) for g in trained] == [(n, {COLUMN: f"column of {n}"}) for n in (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -563,16 +563,16 @@ async def test_the_learner_waits_for_the_columns_that_annotators_add():
 )
 @virtual
 async def test_an_annotator_takes_whole_groups_up_to_its_token_budget(max_tokens, group_ids):
-    queue = queue_of(2, max_staleness=1, signals=SIGNALS)
+    queue = queue_of(2, max_staleness=1, columns=COLUMNS)
     await produced(queue, 3, order=lambda held: [held[2], held[0], held[1]])
-    groups = await queue.take_for(SIGNAL, max_tokens)
+    groups = await queue.take_for(COLUMN, max_tokens)
     assert {each.group.num_tokens for each in groups} == {10}
     assert [each.group_id for each in groups] == group_ids
 
 
 @virtual
 async def test_results_for_an_ended_attempt_are_refused_and_counted():
-    queue = queue_of(1, signals=SIGNALS)
+    queue = queue_of(1, columns=COLUMNS)
     async with queue.permit() as permit:
         first = queue.start_rollout(permit)
         assert queue.finish_rollout(first, rolled_out(group(0)))
@@ -580,39 +580,39 @@ async def test_results_for_an_ended_attempt_are_refused_and_counted():
         queue.reissue(first, "its payload is gone")
     await produced(queue, 1)
     assert not queue.score(first, group(0))
-    (second,) = await queue.take_for(SIGNAL, 100)
-    assert not queue.put(first, SIGNAL, "late")
-    assert queue.put(second, SIGNAL, "in time")
+    (second,) = await queue.take_for(COLUMN, 100)
+    assert not queue.put(first, COLUMN, "late")
+    assert queue.put(second, COLUMN, "in time")
     (trained,) = await queue.take(0)
-    assert trained.group.columns == {SIGNAL: "in time"}
+    assert trained.group.columns == {COLUMN: "in time"}
     queue.release([trained], 1)
-    assert not queue.put(second, SIGNAL, "after it was trained")
+    assert not queue.put(second, COLUMN, "after it was trained")
     assert (queue.num_refused, queue.num_reissued) == (4, 1)
 
 
 @virtual
 async def test_duplicate_and_outdated_columns_are_refused_and_counted():
-    queue = queue_of(2, signals=SIGNALS)
+    queue = queue_of(2, columns=COLUMNS)
     async with queue.permit() as permit, queue.permit() as other:
         first = queue.start_rollout(permit)
         assert queue.finish_rollout(first, rolled_out(group(0)))
-        assert queue.put(first, SIGNAL, 1)
-        assert not queue.put(first, SIGNAL, 2), "a duplicate"
+        assert queue.put(first, COLUMN, 1)
+        assert not queue.put(first, COLUMN, 2), "a duplicate"
         with pytest.raises(RuntimeError, match="group 1 is ISSUED and cannot be annotated"):
-            queue.put(other.group, SIGNAL, 5)
+            queue.put(other.group, COLUMN, 5)
         queue.drop(permit.group, "failed", "")
         assert not queue.score(permit.group, group(0)), "the group was dropped"
         assert (queue.num_refused, queue.num_reissued) == (2, 0)
-        assert first.columns == {SIGNAL: 1}
+        assert first.columns == {COLUMN: 1}
 
 
 @virtual
 async def test_a_group_whose_episodes_may_change_is_annotated_once_it_is_scored():
-    queue = queue_of(1, signals=SIGNALS, annotated_from=State.SCORED)
+    queue = queue_of(1, columns=COLUMNS, annotated_from=State.SCORED)
     async with queue.permit() as permit:
         first = queue.start_rollout(permit)
         queue.finish_rollout(first, rolled_out(group(0)))
-        taking = asyncio.create_task(queue.take_for(SIGNAL, 100))
+        taking = asyncio.create_task(queue.take_for(COLUMN, 100))
         await asyncio.sleep(1.0)
         assert not taking.done()
         queue.score(first, replace(group(0), payload="replaced"))
@@ -622,10 +622,10 @@ async def test_a_group_whose_episodes_may_change_is_annotated_once_it_is_scored(
 
 @virtual
 async def test_a_column_that_nobody_needs_is_a_mistake():
-    queue = queue_of(signals=SIGNALS)
+    queue = queue_of(columns=COLUMNS)
     async with queue.permit() as permit:
         with pytest.raises(ValueError, match=r"group 0: no worker needs a column .*values"):
-            queue.put(permit.group, Signal.VALUES, 1)
+            queue.put(permit.group, Column.VALUES, 1)
 
 
 @virtual
@@ -643,19 +643,19 @@ async def test_a_group_put_back_comes_next_unless_reissued():
 
 @virtual
 async def test_an_annotator_takes_again_what_is_put_back():
-    queue = queue_of(3, signals=SIGNALS)
+    queue = queue_of(3, columns=COLUMNS)
     await produced(queue, 3)
-    groups = await queue.take_for(SIGNAL, 100)
+    groups = await queue.take_for(COLUMN, 100)
     queue.reissue(groups[1], "")
-    queue.put_back(SIGNAL, groups)
-    assert await queue.take_for(SIGNAL, 100) == [groups[0], groups[2]]
+    queue.put_back(COLUMN, groups)
+    assert await queue.take_for(COLUMN, 100) == [groups[0], groups[2]]
 
 
-@pytest.mark.parametrize("order", list(permutations(["reward", SIGNAL, Signal.VALUES])))
+@pytest.mark.parametrize("order", list(permutations(["reward", COLUMN, Column.VALUES])))
 @virtual
 async def test_a_group_is_complete_with_its_columns_in_any_order(order):
     played_out = group(0, episodes=[episode(None), episode(None)])
-    queue = queue_of(1, signals=frozenset({SIGNAL, Signal.VALUES}))
+    queue = queue_of(1, columns=frozenset({COLUMN, Column.VALUES}))
     async with queue.permit() as permit:
         one = queue.start_rollout(permit)
         queue.finish_rollout(one, rolled_out(played_out))
@@ -667,18 +667,18 @@ async def test_a_group_is_complete_with_its_columns_in_any_order(order):
             else:
                 assert queue.put(one, column, f"column of {column}")
     (whole,) = await queue.take(0)
-    assert whole.group.columns == {signal: f"column of {signal}" for signal in queue.signals}
+    assert whole.group.columns == {kind: f"column of {kind}" for kind in queue.columns}
     assert [e.trajectories[0].reward for e in whole.group.episodes] == [1.0, 0.5]
 
 
-@given(seed=st.integers(0, 10**9), num_groups=st.integers(1, 30), num_signals=st.integers(0, 3))
+@given(seed=st.integers(0, 10**9), num_groups=st.integers(1, 30), num_kinds=st.integers(0, 3))
 @virtual
-async def test_every_consumer_gets_each_complete_group_once(seed, num_groups, num_signals):
+async def test_every_consumer_gets_each_complete_group_once(seed, num_groups, num_kinds):
     chance = random.Random(seed)
-    signals = list(Signal)[:num_signals]
-    needs = {LEARNER: {"episodes", "reward", *signals}, **{signal: {"episodes"} for signal in signals}}
+    kinds = list(Column)[:num_kinds]
+    needs = {LEARNER: {"episodes", "reward", *kinds}, **{kind: {"episodes"} for kind in kinds}}
 
-    queue = queue_of(1, max_staleness=num_groups - 1, window=num_groups, signals=frozenset(signals))
+    queue = queue_of(1, max_staleness=num_groups - 1, window=num_groups, columns=frozenset(kinds))
     delivered: dict[str, list[int]] = defaultdict(list)
     there: dict[int, set[str]] = defaultdict(set)
 
@@ -689,14 +689,14 @@ async def test_every_consumer_gets_each_complete_group_once(seed, num_groups, nu
         found = queue._next(consumer)
         assert (found.group_id if found else None) == (left[0] if left else None)
         if found:
-            took = queue.take(0) if consumer == LEARNER else queue.take_for(Signal(consumer), 1)
+            took = queue.take(0) if consumer == LEARNER else queue.take_for(Column(consumer), 1)
             assert await took == [found]
             delivered[consumer].append(found.group_id)
 
     async with AsyncExitStack() as permits:
         held = [await permits.enter_async_context(queue.permit()) for _ in range(num_groups)]
         groups = [queue.start_rollout(permit) for permit in held]
-        columns = ["episodes", "reward", *signals]
+        columns = ["episodes", "reward", *kinds]
         to_come = [(one, column) for one in groups for column in columns] * 2  # every column is handed in twice
         num_columns = len(to_come)
         chance.shuffle(to_come)
@@ -722,7 +722,7 @@ async def test_every_consumer_gets_each_complete_group_once(seed, num_groups, nu
 async def test_exactly_one_attempt_per_group_is_consumed(seed):
     chance = random.Random(seed)
 
-    queue = queue_of(1, max_staleness=500, window=10, num_groups=1000, signals=SIGNALS)
+    queue = queue_of(1, max_staleness=500, window=10, num_groups=1000, columns=COLUMNS)
     consumed: list[InFlightGroup] = []
 
     async with AsyncExitStack() as permits:
@@ -735,7 +735,7 @@ async def test_exactly_one_attempt_per_group_is_consumed(seed):
             one = chance.choice(attempts)
             match chance.choice(["put", "put", "put", "put", "again", "take", "put back"]):
                 case "put":
-                    column = chance.choice(["episodes", "reward", SIGNAL])
+                    column = chance.choice(["episodes", "reward", COLUMN])
                     if one.episodes is None and not one.is_over and column != "episodes":
                         with pytest.raises(RuntimeError):
                             put(queue, one, column)
@@ -749,7 +749,7 @@ async def test_exactly_one_attempt_per_group_is_consumed(seed):
                 case "take" if queue.num_finished:
                     (found,) = await queue.take(0)
                     assert queue.groups[found.group_id] is found
-                    assert found.group.columns == {SIGNAL: found.attempt}
+                    assert found.group.columns == {COLUMN: found.attempt}
                     assert found.group_id not in {c.group_id for c in consumed}
                     consumed.append(found)
                 case "put back" if consumed:
@@ -757,7 +757,7 @@ async def test_exactly_one_attempt_per_group_is_consumed(seed):
                 case _:
                     pass
         for one in queue.groups.values():
-            for column in ("episodes", "reward", SIGNAL):
+            for column in ("episodes", "reward", COLUMN):
                 is_there = column not in queue.lacking(one)
                 assert put(queue, one, column) == (not is_there)
         rest = [group_id for _ in range(10 - len(consumed)) for group_id in await taken(queue)]
@@ -812,11 +812,11 @@ async def test_the_loss_of_an_attempt_that_is_over_changes_nothing():
 
 @virtual
 async def test_a_group_lost_while_scored_returns_its_permit_afterwards():
-    queue = queue_of(1, signals=SIGNALS)
+    queue = queue_of(1, columns=COLUMNS)
     async with queue.permit() as permit:
         one = queue.start_rollout(permit)
         queue.finish_rollout(one, rolled_out(group(0)))
-        await queue.take_for(SIGNAL, 100)
+        await queue.take_for(COLUMN, 100)
         queue.reissue(one, "")
         assert one.is_over
         assert not queue.score(one, group(0))
@@ -824,7 +824,7 @@ async def test_a_group_lost_while_scored_returns_its_permit_afterwards():
         await settled()
         assert not again.done(), "there is one permit"
     await again
-    assert [each.group_id for each in await queue.take_for(SIGNAL, 100)] == [0]
+    assert [each.group_id for each in await queue.take_for(COLUMN, 100)] == [0]
     assert not queue.dropped
 
 
@@ -846,15 +846,15 @@ async def test_attempts_and_losses_of_a_group_are_counted_apart():
 
 # ----------------------------------------------------------------------------------------------------------- streaming
 
-STAGE_S = {"roll out": 0.3, "score": 1.0, SIGNAL: 0.5, Signal.VALUES: 0.8, "train": 0.2}
+STAGE_S = {"roll out": 0.3, "score": 1.0, COLUMN: 0.5, Column.VALUES: 0.8, "train": 0.2}
 """Annotators work beside the judge."""
 
 
 async def makespan_s(num_groups: int, *, is_streaming: bool) -> float:
     """Seconds until every group is trained, if each stage works on one at a time: as they come, or one stage after the
     other."""
-    signals = (SIGNAL, Signal.VALUES)
-    queue = queue_of(1, max_staleness=num_groups - 1, num_groups=num_groups, signals=frozenset(signals))
+    columns = (COLUMN, Column.VALUES)
+    queue = queue_of(1, max_staleness=num_groups - 1, num_groups=num_groups, columns=frozenset(columns))
     to_score: asyncio.Queue[tuple[Permit, Group]] = asyncio.Queue()
 
     async def roll_out() -> None:
@@ -871,11 +871,11 @@ async def makespan_s(num_groups: int, *, is_streaming: bool) -> float:
             queue.score(permit.group, done)
             queue.offer(permit.group)
 
-    async def annotate(signal: Signal) -> None:
+    async def annotate(column: Column) -> None:
         for _ in range(num_groups):
-            (one,) = await queue.take_for(signal, 1)
-            await asyncio.sleep(STAGE_S[signal])
-            queue.put(one, signal, "column")
+            (one,) = await queue.take_for(column, 1)
+            await asyncio.sleep(STAGE_S[column])
+            queue.put(one, column, "column")
 
     async def train() -> None:
         for version in range(num_groups):
@@ -886,7 +886,7 @@ async def makespan_s(num_groups: int, *, is_streaming: bool) -> float:
     async with AsyncExitStack() as permits:
         held = [await permits.enter_async_context(queue.permit()) for _ in range(num_groups)]
         began = asyncio.get_running_loop().time()
-        stages = [roll_out(), score(), *map(annotate, signals), train()]
+        stages = [roll_out(), score(), *map(annotate, columns), train()]
         if is_streaming:
             await asyncio.gather(*stages)
         else:
@@ -908,11 +908,11 @@ def test_five_streaming_stages_take_as_long_as_the_slowest():
 @pytest.mark.slow
 def test_ten_thousand_groups_in_flight_stay_cheap():
     async def main() -> None:
-        queue = queue_of(100, max_staleness=99, num_groups=10_000, signals=SIGNALS)
+        queue = queue_of(100, max_staleness=99, num_groups=10_000, columns=COLUMNS)
         await produced(queue, 10_000, order=lambda held: held[::-1])
         for version in range(100):
-            for one in await queue.take_for(SIGNAL, 1000):
-                queue.put(one, SIGNAL, None)
+            for one in await queue.take_for(COLUMN, 1000):
+                queue.put(one, COLUMN, None)
             assert queue.num_finished == 100
             groups = await queue.take(version)
             assert [each.group_id for each in groups] == list(range(100 * version, 100 * version + 100))

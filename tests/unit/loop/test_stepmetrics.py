@@ -221,9 +221,9 @@ def test_lengths_are_reported_for_offered_and_trained_groups():
 
 def test_truncation_and_drops_are_counted():
     cut = group(0, episodes=[episode(1.0, OK), episode(0.0, TRUNCATED)])
-    metrics = measured(cut, dropped={"stale": 1, "too_long": 2, "no_signal": 4})
+    metrics = measured(cut, dropped={"stale": 1, "too_long": 2, "zero_advantage": 4})
     assert metrics["completions/truncated_frac"] == 0.5
-    dropped = [metrics[name] for name in ("async/dropped", "async/dropped_stale", "curation/no_signal")]
+    dropped = [metrics[name] for name in ("async/dropped", "async/dropped_stale", "curation/zero_advantage")]
     assert dropped == [7, 1, 4]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from algorithms.grpo import GRPO
 from rlsys.batch.samples import meta_of, versions_of
-from rlsys.errors import NoSignal, NothingToTrain
+from rlsys.errors import NothingToTrain, ZeroAdvantage
 from rlsys.loop.learner import BatchShape, Learner
 from rlsys.loop.step_metrics import StepClock, _rewards
 from rlsys.testing import FakeWorld
@@ -59,7 +59,7 @@ def test_reported_rewards_are_those_of_the_policy_or_root():
 class Unmoved(GRPO):
     """Learns nothing from any group."""
 
-    def has_signal(self, group: Group) -> bool:
+    def can_learn_from(self, group: Group) -> bool:
         return False
 
 
@@ -68,17 +68,17 @@ def learner() -> Learner:
     return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, str, None)  # type: ignore[arg-type]
 
 
-def test_a_policy_without_turns_has_no_signal_and_no_failure():
+def test_a_policy_without_turns_has_zero_advantage_and_no_failure():
     alone = (PAIR[0],)
     silent = view("helper", alone, alone).with_scores((Score(1.0), Score(0.0)))
-    with pytest.raises(NoSignal, match="only other policies than helper spoke in it"):
+    with pytest.raises(ZeroAdvantage, match="only other policies than helper spoke in it"):
         learner().check(silent)
 
 
-def test_a_policy_in_only_one_episode_has_no_signal():
+def test_a_policy_in_only_one_episode_has_zero_advantage():
     rewarded = (PAIR[0], said("helper", 2, reward=1.0))
     group = view("helper", rewarded, (PAIR[0],)).with_scores((Score(1.0), Score(0.0)))
-    with pytest.raises(NoSignal, match="nobody to compare what helper said with"):
+    with pytest.raises(ZeroAdvantage, match="nobody to compare what helper said with"):
         learner().check(group)
     scored = view("helper", rewarded, rewarded).with_scores((Score(1.0), Score(None, "the judge raised")))
     with pytest.raises(NothingToTrain, match="the judge raised"):
@@ -87,7 +87,7 @@ def test_a_policy_in_only_one_episode_has_no_signal():
 
 def test_equal_root_rewards_are_reported_for_an_unrewarded_policy():
     group = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(1.0)))
-    with pytest.raises(NoSignal, match=r"equal rewards: \[1.0\]"):
+    with pytest.raises(ZeroAdvantage, match=r"equal rewards: \[1.0\]"):
         replace(learner(), algorithm=Unmoved(group_size=2)).check(group)
 
 

@@ -29,10 +29,10 @@ from rlsys.monitoring.events import (
     PhaseDone,
     RunEnded,
     RunStarted,
-    SignalMissing,
     StepDone,
     WeightsPublished,
     WorkerRestarted,
+    ZeroAdvantageWarning,
 )
 from rlsys.monitoring.trackers.console import ConsoleSink, duration
 from rlsys.monitoring.trackers.jsonl import MAX_WAITING, JsonlSink
@@ -352,7 +352,7 @@ def test_what_a_person_should_know_is_said_at_once() -> None:
     sink.handle(PhaseDone("load_model", 1.25), 1.0)
     sink.handle(GroupDropped(3, "t9", "too_long"), 2.0)
     sink.handle(GroupReissued(4, "t8", "its node is gone"), 2.0)
-    sink.handle(SignalMissing(100, 1000, "group 9 has equal rewards: [0.0]"), 2.0)
+    sink.handle(ZeroAdvantageWarning(100, 1000, "group 9 has equal rewards: [0.0]"), 2.0)
     sink.handle(CheckpointSaved(8, "runs/7/checkpoints/step_8", 0.1), 3.0)
     sink.handle(WeightsPublished(8, "ab", 8, 8, 0.5, 0.25), 3.0)
     sink.handle(EventLost("step_done", "TypeError('x')"), 3.0)

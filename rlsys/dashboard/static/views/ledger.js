@@ -12,7 +12,7 @@ export const title = "Ledger";
 const MEANINGS = {
   stale: "its weights were too old when its turn came; should read 0",
   failed: "its rollout or its reward failed",
-  no_signal: "the algorithm found nothing to learn in it",
+  zero_advantage: "the algorithm found nothing to learn in it",
   too_long: "it does not fit into a batch",
 };
 

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from rlsys import launch
-from rlsys.algorithm import Signal, TrajectoryAdvantage
+from rlsys.algorithm import Column, TrajectoryAdvantage
 from rlsys.batch.packing import plan_batch
 from rlsys.batch.samples import samples_in
 from rlsys.batch.tensors import StepData
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 STEP = FailedStep(
     6,
-    (Signal.REFERENCE_LOGPROBS,),
+    (Column.REFERENCE_LOGPROBS,),
     ((TrajectoryAdvantage(0, 0, 1.5), TrajectoryAdvantage(1, 0, math.nan)), ()),
     2,
     "loss is nan",
@@ -97,13 +97,13 @@ class Failed:
 
     def keep(self, payloads: Sequence[tuple[Episode, ...]] | None = None) -> Path:
         """As a learner does; returns the folder."""
-        signals = tuple(sorted(self.config.algorithm.signals))
+        columns = tuple(sorted(self.config.algorithm.columns))
         self.backend.save(self.folder / ACTOR).wait()
-        if Signal.VALUES in signals:
+        if Column.VALUES in columns:
             self.critic.save(self.folder / CRITIC).wait()
         write_groups(self.folder / GROUPS, map(GroupRecord, self.groups, payloads or self.payloads))
         assigned, error = tuple(map(tuple, self.assigned)), "step 1: loss is nan"
-        step = FailedStep(0, signals, assigned, self.num_updates, error, self.failing, self.update)
+        step = FailedStep(0, columns, assigned, self.num_updates, error, self.failing, self.update)
         step.write(self.folder)
         return self.folder
 
@@ -111,7 +111,7 @@ class Failed:
         """What the trainer makes of the same step."""
         reference = load_model(self.model, torch.float32)
         columns = [
-            {Signal.REFERENCE_LOGPROBS: score(reference, [s for _, s in samples_in(p)], SAMPLED, max_tokens=64)}
+            {Column.REFERENCE_LOGPROBS: score(reference, [s for _, s in samples_in(p)], SAMPLED, max_tokens=64)}
             for p in self.payloads
         ]
         algorithm = replace(self.config.algorithm, variant="apo_zero_unpaired")  # pyrefly: ignore[unexpected-keyword]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from algorithms.grpo import GRPO
 from rlsys import launch
-from rlsys.algorithm import Signal, StepAdvantages, TrajectoryAdvantage
+from rlsys.algorithm import Column, StepAdvantages, TrajectoryAdvantage
 from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.batch.tensors import StepData
 from rlsys.cli import app
@@ -93,12 +93,12 @@ class Run:
         """A session, from the checkpoint of `start` if it is not the first."""
         self.config = config = Config.load([], [*self.keys, *overrides])
         write_run_dir(config, self.checkpoint(start) if start else None)
-        model, dtype, signals = self.model, config.dtype, config.algorithm.signals
+        model, dtype, columns = self.model, config.dtype, config.algorithm.columns
         self.backend = FsdpBackend(model, optimizer_settings(config), RankGroup(), dtype=dtype)
         self.critic = self.reference = None
-        if Signal.VALUES in signals:
+        if Column.VALUES in columns:
             self.critic = CriticBackend(model, critic_optimizer_settings(config), RankGroup(), dtype=dtype)
-        if Signal.REFERENCE_LOGPROBS in signals:
+        if Column.REFERENCE_LOGPROBS in columns:
             self.reference = ReferenceWorker(model, dtype, Distribution(), 64, torch.device("cpu"))
         if start:
             self.backend.load(self.checkpoint(start) / "actor")
@@ -115,7 +115,7 @@ class Run:
         assigned, algorithm = self.config.algorithm.finalize_advantages(groups, {}).groups, self.config.algorithm
         plan = shape_of(self.config).plan(groups, assigned, algorithm, self.backend.step)[0]
         rows = [self.rows(payload) for payload in payloads]
-        data = StepData(payloads, [{Signal(name): column for name, column in of_group.items()} for of_group in rows])
+        data = StepData(payloads, [{Column(name): column for name, column in of_group.items()} for of_group in rows])
         data = data.with_columns(self.columns(plan, data))
         metrics = self.backend.train_step(plan, data, algorithm, distribution=Distribution(1.0))
         if self.critic is not None:
@@ -131,15 +131,15 @@ class Run:
         """What the reference says of a group."""
         if self.reference is None:
             return {}
-        return {str(Signal.REFERENCE_LOGPROBS): tuple(self.reference.logprobs(payload))}
+        return {str(Column.REFERENCE_LOGPROBS): tuple(self.reference.logprobs(payload))}
 
-    def columns(self, plan: RankPlan, data: StepData) -> dict[Signal, StepColumn]:
+    def columns(self, plan: RankPlan, data: StepData) -> dict[Column, StepColumn]:
         """What is made of a whole step."""
         columns = {}
-        if self.reference is not None and Signal.REFERENCE_MISMATCHED in self.config.algorithm.signals:
-            columns[Signal.REFERENCE_MISMATCHED] = self.reference.mismatched_logprobs(plan, data)
+        if self.reference is not None and Column.REFERENCE_MISMATCHED in self.config.algorithm.columns:
+            columns[Column.REFERENCE_MISMATCHED] = self.reference.mismatched_logprobs(plan, data)
         if self.critic is not None:
-            columns[Signal.VALUES] = self.critic.values(plan, data)
+            columns[Column.VALUES] = self.critic.values(plan, data)
         return columns
 
     def save(self) -> None:
