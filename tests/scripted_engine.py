@@ -191,4 +191,4 @@ class ScriptedEngine:
             raise self._closed()
 
     def _closed(self) -> WorkerDied:
-        return WorkerDied(self._name, "sampling", "the engine was closed")
+        return WorkerDied(self._name, "sampling requests", "the engine was closed")

@@ -399,7 +399,9 @@ class RequestRouter:
                     continue
                 if hold is None and (hold := await self._hold_elsewhere(claim, place)) is None:
                     detail = f"no other replica has version {claim.wanted.version}: the group is rolled out again"
-                    raise WorkerDied(claim.lost, "sampling", detail if loss is None else f"{loss.detail}; {detail}")
+                    raise WorkerDied(
+                        claim.lost, "sampling a request", detail if loss is None else f"{loss.detail}; {detail}"
+                    )
                 claim.hold = hold
                 if (holder := self._find(hold.replica)) is not None:
                     self._note_hold(holder, hold)

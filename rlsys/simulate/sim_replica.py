@@ -246,7 +246,7 @@ class SimReplica(FakeReplica):
 
     def _check_alive(self) -> None:
         if self.is_dead:
-            raise self._death("taking in weights")
+            raise self._death("pulling weights")
 
     def _death(self, phase: str) -> WorkerDied:
         return WorkerDied(self.name, phase, "the process is gone")

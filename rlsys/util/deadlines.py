@@ -202,8 +202,8 @@ _phases: dict[Callable[..., Any], tuple[str, float, tuple[str, ...]]] = {}
 def remote(text: str, *, patience: float = 1.0) -> Callable[[F], F]:
     """Mark a method that other processes call with its phase and its deadline.
 
-    `text` names the phase in errors, with the method's arguments in braces: `giving bucket {bucket}`. `patience` is the
-    deadline, in multiples of the caller's deadline for an answer; `inf` waits for ever.
+    `text` names the phase in errors, with the method's arguments in braces: `sending bucket {bucket}`. `patience` is
+    the deadline, in multiples of the caller's deadline for an answer; `inf` waits for ever.
     """
 
     def mark_method(method: F) -> F:

@@ -182,7 +182,7 @@ class Relay:
 
     # ------------------------------------------------------------------------------------------------------- broadcast
 
-    @remote("hearing of version {announcement.version}")
+    @remote("receiving the announcement of version {announcement.version}")
     async def announce(self, announcement: Announcement) -> None:
         """Expect a part: `give` waits for its buckets until `keep` newer versions overtake it.
 
@@ -195,7 +195,7 @@ class Relay:
             if rank in parts:
                 if parts[rank].part.buckets != part.buckets:
                     detail = f"{parts[rank].origin.name} published it with other bytes before"
-                    raise WeightsMismatch(self.name, f"hearing of version {version}", detail)
+                    raise WeightsMismatch(self.name, f"receiving the announcement of version {version}", detail)
                 return
             parts[rank] = announcement
             self._expected[version, rank] = announcement.names
@@ -203,7 +203,7 @@ class Relay:
             self._evict(self._keep)
             self._changed.notify_all()
 
-    @remote("taking in version {version}", patience=math.inf)
+    @remote("receiving version {version}", patience=math.inf)
     async def accept(self, version: PolicyVersion, rank: int, sources: Sequence[RelayPeer]) -> None:
         """Receive an announced part: pull the missing buckets, in order, from the first of `sources` that has them.
 
@@ -217,14 +217,14 @@ class Relay:
             self._reports.put_nowait(error)
             raise
 
-    @remote("giving bucket {bucket}")
+    @remote("sending bucket {bucket}")
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         """Return the bucket with this hash, or the delta of this name. With `wait`, waits for it if it is expected.
 
         Raises `WeightsMismatch` if it is missing. In a broadcast, relays wait only for earlier relays, and a relay
-        being refilled waits for none. So they never wait in a circle.
+        refilling its versions waits for none. So they never wait in a circle.
         """
-        phase = f"giving bucket {bucket}"
+        phase = f"sending bucket {bucket}"
         if wait:
             await self._until(lambda: bucket in self._buckets or not self._expects(bucket), phase)
         if bucket not in self._buckets:
@@ -233,13 +233,13 @@ class Relay:
 
     # --------------------------------------------------------------------------------------------------------- readers
 
-    @remote("giving version {at_least} or newer")
+    @remote("serving version {at_least} or newer")
     async def newest(self, at_least: PolicyVersion) -> tuple[Manifest, list[Ref]]:
         """Return the newest complete version, at least `at_least`, and its buckets in order.
 
         Waits for `accept` to complete such a version.
         """
-        phase = f"giving version {at_least} or newer"
+        phase = f"serving version {at_least} or newer"
         await self._until(lambda: bool(self._complete) and max(self._complete) >= at_least, phase)
         return self._content(max(self._complete))
 
@@ -253,24 +253,24 @@ class Relay:
         self._pinned = version
         return self._content(version)
 
-    @remote("taking in version {version}")
+    @remote("receiving version {version}")
     async def arrival(self, version: PolicyVersion) -> tuple[Arrival, tuple[Announcement, ...]]:
         """Return the arrival of `version`, and the announcements from which an empty relay tier can be refilled.
 
         Waits for `accept` to complete it. Raises `WeightsMismatch` if it was evicted or dropped.
         """
-        await self._until_settled(version, f"taking in version {version}")
+        await self._until_settled(version, f"receiving version {version}")
         return self._complete[version][1], tuple(self._known[version].values())
 
     # --------------------------------------------------------------------------------------------------------- failure
 
-    @remote("telling what it has")
+    @remote("listing its versions")
     async def holding(self) -> Holding:
         """Return the complete versions and those being received."""
         versions = (*sorted(self._complete, reverse=True), *sorted(self._known.keys() - self._complete.keys()))
         return Holding(tuple(a for v in versions for a in self._known[v].values()), self._pinned, self._link)
 
-    @remote("being refilled", patience=math.inf)
+    @remote("refilling its versions", patience=math.inf)
     async def refill(self, neighbours: Sequence[ChainMember], known: Holding) -> None:
         """Recover a relay that lost everything. Receives, newest first, the versions in `known` and those that any
         neighbour has or expects; pins the pinned version. Raises the error of the last source."""
@@ -295,7 +295,7 @@ class Relay:
     async def _holding(self, neighbour: ChainMember) -> Holding:
         """Return the versions of a neighbour; none if it does not answer."""
         try:
-            return await with_deadline(neighbour.holding(), self._wait_s, neighbour.name, "telling what it has")
+            return await with_deadline(neighbour.holding(), self._wait_s, neighbour.name, "listing its versions")
         except FAILURES:
             return Holding((), None)  # its supervisor will notice
 
@@ -307,7 +307,7 @@ class Relay:
                 return
             if rank not in parts:
                 detail = "it was not announced here, or the process was restarted since"
-                raise WorkerDied(self.name, f"taking in version {version}", detail)
+                raise WorkerDied(self.name, f"receiving version {version}", detail)
             self._pulling[rank] = version
         is_here = False
         try:
@@ -504,7 +504,7 @@ async def broadcast(
     is no source for later relays. Only the relays that pull from it wait for that answer.
     """
     part = announcement.part
-    phase = f"hearing of version {part.version}"
+    phase = f"receiving the announcement of version {part.version}"
     parent_of = parents(len(relays), part.num_bytes, len(part.buckets), link or Link())
     told = [
         asyncio.ensure_future(with_deadline(relay.announce(announcement), transfer_s / TRIES, relay.name, phase))

@@ -194,7 +194,7 @@ class WeightSync:
         self.events.emit(WeightsPublished(version, arrival.hash, *sizes, receipt.stall_s, arrival.seconds))
 
     async def _arrival(self, version: PolicyVersion) -> Arrival:
-        phase = f"taking in version {version}"
+        phase = f"receiving version {version}"
         return await with_deadline(self.relays.arrival(version), self._deadline_s(), "relays", phase)
 
     def _deadline_s(self) -> float:

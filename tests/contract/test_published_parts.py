@@ -150,5 +150,7 @@ def untrained(job: Job, ranks: RankGroup) -> Published:
 def test_a_version_of_which_a_piece_lacks_is_refused(model_path: str, two_ranks: JoinedRanks) -> None:
     told = two_ranks(published, Job(model_path=model_path, mesh=MeshSection(shard=2)))
     part, buckets, _ = told[0]
-    with pytest.raises(WeightsMismatch, match=r"relay-3 while giving version 1: \d+ tensors are not whole, as model\."):
+    with pytest.raises(
+        WeightsMismatch, match=r"relay-3 while serving version 1: \d+ tensors are not whole, as model\."
+    ):
         ReceivedWeights(Manifest((part,)), buckets, "relay-3")

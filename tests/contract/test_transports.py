@@ -23,7 +23,7 @@ from workers.transport.route import TransportSpec
 from workers.transport.shared_files import SharedBytes, SharedMemoryTransport, remove_segments
 from workers.transport.transport import TransportName, WeightTransport
 
-PHASE = "giving the bytes of version 3"
+PHASE = "sending the bytes of version 3"
 
 
 class Peer:

@@ -271,7 +271,9 @@ def test_republishing_a_version_with_other_bytes_is_refused(tier):
         await tier.relays.arrival(v + 1)
         await other.call(Trainer.lie, v + 1)
         for ask in (other.call(Trainer.announce_again, v + 1), other.call(Trainer.publish, v + 2)):
-            with pytest.raises(WeightsMismatch, match=f"hearing of version {v + 1}: actor-0 published it with"):
+            with pytest.raises(
+                WeightsMismatch, match=f"receiving the announcement of version {v + 1}: actor-0 published it with"
+            ):
                 await ask
         other.kill()
 

@@ -107,7 +107,7 @@ def test_a_worker_without_a_place_is_named(cluster):
 
     asyncio.run(asyncio.wait_for(main(), 200))
     assert re.fullmatch(
-        r"large-0 while waiting for a place: it needs 99 CPUs, and \S+ of the cluster's 8 are free", lacks[0]
+        r"large-0 while waiting for resources: it needs 99 CPUs, and \S+ of the cluster's 8 are free", lacks[0]
     )
 
 

@@ -48,4 +48,4 @@ def test_a_replica_gives_way_to_the_only_reward_worker(three_nodes, model_path: 
         await crew.close()
 
     asyncio.run(asyncio.wait_for(main(), 200))
-    assert told[1:] == ["reward-0.1 waiting for a place", "eval-1 giving way", "reward-0 is back"]
+    assert told[1:] == ["reward-0.1 waiting for resources", "eval-1 yielding its resources", "reward-0 is back"]

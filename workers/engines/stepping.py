@@ -196,14 +196,14 @@ class SteppingEngine(ABC):
         return await self._ask("reporting progress", partial(self._report, known))
 
     async def pause(self) -> None:
-        await self._ask("pausing", partial(self._set_paused, True))
+        await self._ask("pausing the engine", partial(self._set_paused, True))
 
     async def resume(self) -> None:
-        await self._ask("resuming", partial(self._set_paused, False))
+        await self._ask("resuming the engine", partial(self._set_paused, False))
 
     async def close(self) -> None:
         with suppress(WorkerError):  # the end of the thread is the answer
-            await self._ask("closing", self._set_closing)
+            await self._ask("closing the engine", self._set_closing)
         if not isinstance(self._end, DeadlineExceeded):
             await to_thread(self._thread.join)
 
@@ -226,7 +226,7 @@ class SteppingEngine(ABC):
     def _submit(self, queue: deque[T], item: T, future: Future | None, what: str) -> None:
         """Queue `item` for the step thread, which always answers `future`."""
         with self._lock:
-            self._check_open(what or "taking a command")
+            self._check_open(what or "accepting a command")
             if future:
                 self._pending[future] = what
             queue.append(item)
@@ -250,7 +250,7 @@ class SteppingEngine(ABC):
             self._seen = (turn, now_s)
         if turn is not None and now_s - self._seen[1] >= turn.deadline_s:
             detail = f"no step ended within {turn.deadline_s:g} s; restart the worker"
-            self._finish(DeadlineExceeded(self._name, "stepping", detail))
+            self._finish(DeadlineExceeded(self._name, "running an engine step", detail))
         elif self._pending:
             deadlines.ticker().call_later(self._spec.step_s / LOOKS, self._watch)
         else:
@@ -259,13 +259,13 @@ class SteppingEngine(ABC):
     # ------------------------------------------------------------------------------------------- on the step thread
 
     def _main(self) -> None:
-        end = WorkerDied(self._name, "stepping", "the engine was closed")
+        end = WorkerDied(self._name, "running an engine step", "the engine was closed")
         try:
             self._start_up()
             self._serve()
         except Exception as error:  # noqa: BLE001  (the thread's boundary: all callers get the error)
             detail = f"a step raised {type(error).__name__}: {error}; restart the worker"
-            end = WorkerDied(self._name, "stepping", detail)
+            end = WorkerDied(self._name, "running an engine step", detail)
             end.__cause__ = error
         self._flush()
         self._finish(end)
@@ -402,7 +402,7 @@ class RequestLimits:
         if num_prompt + num_new > self.max_context:
             raise TaskTooLong(
                 worker,
-                f"taking request {request.id}",
+                f"accepting request {request.id}",
                 f"{num_prompt} prompt tokens + {num_new} new tokens exceed the context of {self.max_context}: "
                 "shorten the prompt, lower max_new_tokens or raise the engine's max_context",
             )

@@ -109,7 +109,7 @@ class Pool(Generic[W]):
         *others, last = self._live() or [None]
         if not others or last is None:
             return
-        failure = WorkerDied(last.name, "giving way", f"the cluster has no other room for {worker}")
+        failure = WorkerDied(last.name, "yielding its resources", f"the cluster has no other room for {worker}")
         self.on_failure(failure)
         self._leave(last.name)
         last.calls.fail(failure)
@@ -167,7 +167,9 @@ class Pool(Generic[W]):
                 await self._set_up(successor)
             except RlsysError as error:
                 failure = (
-                    error if isinstance(error, WorkerError) else WorkerError(successor.name, "setting up", str(error))
+                    error
+                    if isinstance(error, WorkerError)
+                    else WorkerError(successor.name, "setting up the worker", str(error))
                 )
                 self._last_failure = str(failure)
                 self.on_failure(failure)

@@ -248,17 +248,17 @@ class Remote(Generic[W]):
         """
         await self._wait_for_place(on_unplaced)
         patience_s = min(SET_UP_PATIENCE * silence_s, SET_UP_S)
-        setting_up = call(self.actor.setup.remote(*args), self.name, "setting up", SET_UP_S)
+        setting_up = call(self.actor.setup.remote(*args), self.name, "setting up the worker", SET_UP_S)
         await deadlines.unless(setting_up, self.watch_process(patience_s))
 
     async def _wait_for_place(self, on_unplaced: Callable[[WorkerError], None]) -> None:
         """Return once there is a process. Waits for free resources, which cannot notify."""
-        answer = call(self.actor.__ray_ready__.remote(), self.name, "starting", SET_UP_S)
+        answer = call(self.actor.__ray_ready__.remote(), self.name, "starting the worker", SET_UP_S)
         started = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait([started], timeout=UNPLACED_S))[0]:
                 if lack := await asyncio.to_thread(lacking, self.resources):
-                    on_unplaced(WorkerError(self.name, "waiting for a place", lack))
+                    on_unplaced(WorkerError(self.name, "waiting for resources", lack))
             await started
         finally:
             started.cancel()
@@ -270,7 +270,7 @@ class Remote(Generic[W]):
     async def end(self) -> None:
         """Close the worker, then kill its process. Errors of the close are ignored."""
         with suppress(RlsysError):
-            await call(self.actor.call.remote("close"), self.name, "closing", CLOSE_S)
+            await call(self.actor.call.remote("close"), self.name, "closing the worker", CLOSE_S)
         self.kill()
 
     async def watch_process(self, silence_s: float) -> None:
@@ -292,7 +292,7 @@ class Remote(Generic[W]):
     async def where(self, deadline_s: float) -> str:
         """Name the place in the code that the worker is in, also if its event loop is blocked."""
         try:
-            return await call(self.actor.where.remote(), self.name, "naming where it is", deadline_s)
+            return await call(self.actor.where.remote(), self.name, "reporting its node", deadline_s)
         except WorkerError as error:
             return f"an unknown place ({error.detail})"
 

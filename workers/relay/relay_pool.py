@@ -48,7 +48,7 @@ class RelayStore:
 
     async def apply_delta(self, base: Ref, delta: object) -> object:
         assert isinstance(delta, np.ndarray)
-        old = await self._transport.fetch(base, "this relay", "reading the version before")
+        old = await self._transport.fetch(base, "this relay", "reading the previous version")
         return await asyncio.to_thread(apply_delta, old, delta)
 
     async def own(self, data: object) -> Ref:
@@ -114,7 +114,7 @@ class RayRelays:
     async def arrival(self, version: PolicyVersion) -> Arrival:
         """See `Relays.arrival`. Waits for relays that restart or hang; the caller sets the deadline."""
         arrival, parts = await patiently(
-            lambda: self._find_announcements(version), None, f"taking in version {version}"
+            lambda: self._find_announcements(version), None, f"receiving version {version}"
         )
         if not self._last or self._last[0].version < version:
             self._last = parts

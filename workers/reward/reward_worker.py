@@ -247,7 +247,7 @@ class RewardPool(Pool[RewardWorker]):
     """Implements `Rewards`, and `Composer`."""
 
     def __init__(self, supply: PoolSpec[RewardWorker]) -> None:
-        super().__init__("reward", "scoring", supply)
+        super().__init__("reward", "scoring a group", supply)
 
     async def score(self, task: Task, group: Group) -> GroupScores:
         request = (task, group.group_id, group.payload)

@@ -77,7 +77,7 @@ class RemoteReplica:
 
     def close(self) -> None:
         """End all calls: the replica has left, and requests in progress go on elsewhere."""
-        self._fail(list(self._open), WorkerDied(self.name, "sampling", "it left the pool"))
+        self._fail(list(self._open), WorkerDied(self.name, "sampling requests", "it left the pool"))
         for task in (*self._background, *([self._reading] if self._reading else [])):
             task.cancel()
 
@@ -110,14 +110,14 @@ class RemoteReplica:
         """
         stream = self._worker.stream(ReplicaWorker.chunks, self._policy, self._owner)
         try:
-            async for message in values_of(stream, self.name, "sampling"):
+            async for message in values_of(stream, self.name, "sampling requests"):
                 for request_id, part in message:
                     if (chunks := self._open.get(request_id)) is not None:
                         chunks.put_nowait(_on_this_clock(part))
         except RlsysError as error:
             self._fail(list(self._open), error)
         else:
-            self._fail(list(self._open), WorkerDied(self.name, "sampling", "it ended the stream of chunks"))
+            self._fail(list(self._open), WorkerDied(self.name, "sampling requests", "it ended the stream of chunks"))
 
     def _fail(self, request_ids: Sequence[str], error: RlsysError) -> None:
         for request_id in request_ids:

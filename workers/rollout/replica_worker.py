@@ -31,7 +31,7 @@ class ReplicaWorker:
 
     # --------------------------------------------------------------------------------------------- for session workers
 
-    @remote("taking requests")
+    @remote("accepting requests")
     async def submit(self, policy: str, owner: str, requests: Sequence[Request]) -> None:
         """Sample requests of an owner; their chunks come in its `chunks`."""
         self._stream(policy, owner).submit(requests)
@@ -41,12 +41,12 @@ class ReplicaWorker:
         async for message in self._stream(policy, owner).messages():
             yield message
 
-    @remote("ending requests")
+    @remote("cancelling requests")
     async def cancel(self, policy: str, owner: str, request_ids: Collection[str]) -> None:
         """Sample no further for these requests."""
         self._stream(policy, owner).cancel(request_ids)
 
-    @remote("scoring", patience=inf)
+    @remote("scoring tokens", patience=inf)
     async def score(self, policy: str, token_ids: tuple[int, ...]) -> Scored:
         """See `Replica.score`."""
         return await self.replicas[policy].score(token_ids)
@@ -67,7 +67,7 @@ class ReplicaWorker:
 
     # -------------------------------------------------------------------------------------------------- for the driver
 
-    @remote("draining", patience=3)
+    @remote("draining its requests", patience=3)
     async def drain(self, policy: str) -> None:
         """Abort all running requests, with their tokens; return once they have ended."""
         await self.replicas[policy].drain()
@@ -104,7 +104,7 @@ class ReplicaWorker:
             step_age_s=max(s.step_age_s for s in stats),
         )
 
-    @remote("sampling", patience=inf)
+    @remote("sampling requests", patience=inf)
     async def watch(self) -> None:
         """Return never. Raises the first failure after which a replica is of no use."""
         if self._first_loss is not None:

@@ -104,7 +104,7 @@ class RolloutPool(Pool[RolloutWorker]):
         self._places: dict[int, str] = {}
         """Worker that plays each group, by group id."""
         self._stuck: set[str] = set()
-        super().__init__(kind, "rolling out", supply)
+        super().__init__(kind, "rolling out groups", supply)
         if sessions is not None:
             sessions.on_join, sessions.on_end = self._meet, self._forget
 

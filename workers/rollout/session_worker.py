@@ -137,7 +137,7 @@ class SessionWorker:
                 self._roads[name].router.release(policy.claim)
         return self._views(live, scores), live.episodes
 
-    @remote("meeting its replicas")
+    @remote("connecting to its replicas")
     def meet(self, replicas: Sequence[Remote[ReplicaWorker]], stuck: Sequence[str] = ()) -> None:
         """Use these replicas from now. Those in `stuck` make no progress: others are preferred."""
         first = place_of(self.name) % max(1, len(replicas))  # session workers choose differently among equal replicas
@@ -153,7 +153,7 @@ class SessionWorker:
         """See `RequestRouter.move`."""
         return await self._roads[policy].router.move(source, to)
 
-    @remote("answering")
+    @remote("answering a ping")
     def ping(self) -> None:
         """Return: the event loop is not blocked."""
 

@@ -212,7 +212,7 @@ class ActorRank(Rank):
         column = self._policy.reference(plan, self.fetched_data, kind, self._spec.distribution)
         return len(column), column
 
-    @remote("telling what attention costs")
+    @remote("measuring the cost of attention")
     def pair_cost(self) -> float:
         """See `Actor.pair_cost`."""
         return self._policy.pair_cost
@@ -252,7 +252,7 @@ class ActorRank(Rank):
         """Write Hugging Face safetensors with config and tokenizer."""
         self._policy.export(folder)
 
-    @remote("telling what it made of tokens")
+    @remote("reporting token records")
     def columns(self) -> tuple[int, list[TokenColumns]]:
         """A receipt, and the per-token results of this rank's last step."""
         columns = self._policy.columns()
@@ -296,7 +296,7 @@ class CriticRank(Rank):
             savings=spec.savings, lora=spec.lora,
         )  # fmt: skip
 
-    @remote("valuing a step")
+    @remote("computing the values of a step")
     def values(self, plan: RankPlan) -> tuple[int, StepColumn]:
         """A receipt, and the values of the fetched step."""
         column = self._critic.values(plan, self.fetched_data)

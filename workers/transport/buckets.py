@@ -91,7 +91,7 @@ class ReceivedWeights(Mapping[str, "Tensor"]):
         ]
         if lacking:
             detail = f"{len(lacking)} tensors are not whole, as {min(lacking)}"
-            raise WeightsMismatch(source, f"giving version {manifest.version}", detail)
+            raise WeightsMismatch(source, f"serving version {manifest.version}", detail)
 
     def __getitem__(self, name: str) -> Tensor:
         import torch

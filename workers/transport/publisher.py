@@ -128,7 +128,7 @@ class WeightPublisher:
             self._handing_over.result(seconds)
         except TimeoutError as error:
             detail = f"not done after {seconds:g} s more"
-            raise DeadlineExceeded(self.name, "handing the version before to the relays", detail) from error
+            raise DeadlineExceeded(self.name, "handing the previous version to the relays", detail) from error
 
     async def _hand_over(
         self,
@@ -179,7 +179,7 @@ class WeightPublisher:
         """Return the delta from a stored bucket to its successor; None if the whole is sooner, or the old one lost."""
         began_s = time.perf_counter()
         try:
-            data = delta_of(await self._transport.fetch(old, self.name, "reading the version before"), new)
+            data = delta_of(await self._transport.fetch(old, self.name, "reading the previous version"), new)
         except (WorkerDied, ObjectLostError):
             return None
         took_s = time.perf_counter() - began_s
@@ -205,7 +205,7 @@ class WeightPublisher:
         async def ask() -> None:
             await first_success(await broadcast(self._chain(), announcement, self._route.transfer_s, self._link))
 
-        await patiently(ask, self._deadline_s, f"taking in version {announcement.version}")
+        await patiently(ask, self._deadline_s, f"receiving version {announcement.version}")
 
     @property
     def _deadline_s(self) -> float:

@@ -39,7 +39,7 @@ class WeightPuller:
         While relays restart or hang, tries the others in turn, repeatedly. Raises `WeightsMismatch` if all have evicted
         a pinned version, `DeadlineExceeded` after `deadline_s`.
         """
-        phase = f"giving version {at_least}{'' if self._is_pinned else ' or newer'}"
+        phase = f"serving version {at_least}{'' if self._is_pinned else ' or newer'}"
         return await patiently(lambda: self._pull_from_any(at_least), self._deadline_s, phase)
 
     @property
@@ -58,7 +58,7 @@ class WeightPuller:
     async def _pull_from(self, relay: Remote[Relay], at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
         give = relay.proxy.pin if self._is_pinned else relay.proxy.newest
         manifest, refs = await give(at_least)
-        phase = f"giving the bytes of version {manifest.version}"
+        phase = f"sending the bytes of version {manifest.version}"
         fetched = asyncio.gather(*(self._transport.fetch(ref, relay.name, phase) for ref in refs))
         self._num_bytes = manifest.num_bytes
         buckets = await with_deadline(fetched, self._deadline_s / 2, relay.name, phase)

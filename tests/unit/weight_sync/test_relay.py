@@ -160,7 +160,7 @@ def test_a_part_that_never_comes_hides_the_version_until_newer_ones_replace_it()
         for version in (2, 3):
             await sent([node], announced(version, [f"w-{version}"]))
         assert sorted(node.relay._buckets) == ["w-2", "w-3"]
-        with pytest.raises(WeightsMismatch, match="taking in version 1: it holds 2, 3 by this time"):
+        with pytest.raises(WeightsMismatch, match="receiving version 1: it holds 2, 3 by this time"):
             await node.relay.arrival(1)
 
     run_virtual(main())
@@ -494,7 +494,7 @@ def test_the_last_dead_source_is_named_and_readers_are_released():
         actor.die()
         (error,) = await accepting
         assert isinstance(error, WorkerDied) and error.worker == "actor-0"
-        with pytest.raises(WeightsMismatch, match="relay-0 while giving bucket a: it is not here"):
+        with pytest.raises(WeightsMismatch, match="relay-0 while sending bucket a: it is not here"):
             await reader
         assert str(await node.relay.watch()) == str(error)
 
@@ -521,7 +521,7 @@ def test_damage_from_every_source_is_an_error_without_a_read():
         message = "actor-0 while sending a bucket of version 5 to relay-1: bucket a arrived as damaged"
         assert str(outcomes[1]) == message
         assert str(await chain[1].relay.watch()) == message
-        with pytest.raises(DeadlineExceeded, match="relay-1 while giving version 0 or newer: no answer within 15 s"):
+        with pytest.raises(DeadlineExceeded, match="relay-1 while serving version 0 or newer: no answer within 15 s"):
             await chain[1].relay.newest(0)
 
     run_virtual(main())
@@ -622,7 +622,7 @@ def test_requests_are_retried_while_relays_restart_until_the_deadline():
         raise WorkerDied("relay-0", "answering", "it restarts")
 
     async def refused() -> None:
-        raise WeightsMismatch("relay-0", "giving version 3", "it is gone")
+        raise WeightsMismatch("relay-0", "serving version 3", "it is gone")
 
     async def main() -> None:
         assert await patiently(ask, 10.0, "telling") == "a"
@@ -688,7 +688,7 @@ def test_an_unsent_version_is_forgotten_once_newer_ones_arrive():
         await asyncio.sleep(1)
         assert not reader.done()
         await sent([node], announced(2, ["c"]))
-        with pytest.raises(WeightsMismatch, match="taking in version 0"):
+        with pytest.raises(WeightsMismatch, match="receiving version 0"):
             await reader
         assert [known.version for known in (await node.holding()).announcements] == [2, 1]
         assert now() < 2
@@ -800,7 +800,7 @@ def test_only_the_newest_versions_and_their_buckets_are_kept():
         for version in range(4):
             await sent([node], announced(version, ["frozen", f"head-{version}"]))
         assert sorted(node.relay._buckets) == ["frozen", "head-2", "head-3"]
-        with pytest.raises(WeightsMismatch, match="taking in version 1: it holds 2, 3 by this time"):
+        with pytest.raises(WeightsMismatch, match="receiving version 1: it holds 2, 3 by this time"):
             await node.relay.arrival(1)
 
     run_virtual(main())
@@ -847,7 +847,10 @@ def test_repeating_a_version_is_ignored_and_other_bytes_are_refused():
         assert len(net.fetched) == 1
         (error,) = await sent([node], announced(3, ["b"]))
         assert isinstance(error, WeightsMismatch)
-        assert str(error) == "relay-0 while hearing of version 3: actor-0 published it with other bytes before"
+        assert (
+            str(error)
+            == "relay-0 while receiving the announcement of version 3: actor-0 published it with other bytes before"
+        )
         assert contents((await node.relay.newest(3))[1]) == ["a"]
 
     run_virtual(main())

@@ -208,7 +208,7 @@ def test_late_weights_fail_whatever_needs_them(needs_it):
         else:
             await weights.wait_for_arrivals()
 
-    with pytest.raises(DeadlineExceeded, match="relays while taking in version 3: no answer within 1 s"):
+    with pytest.raises(DeadlineExceeded, match="relays while receiving version 3: no answer within 1 s"):
         run_virtual(main())
 
 

@@ -84,11 +84,11 @@ class LocalEngine(SteppingEngine):
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
         """See `Engine.checksums`: of the model's parameters and buffers, in a separate thread."""
-        self._check_open("summing weights")
+        self._check_open("computing checksums")
         return await to_thread(self._residents.checksums, self._specs)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return await self._ask("scoring", partial(self._score, token_ids))
+        return await self._ask("scoring tokens", partial(self._score, token_ids))
 
     def stats(self) -> EngineStats:
         num_running = len(self._decoder.jobs)

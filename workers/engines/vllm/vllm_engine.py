@@ -191,7 +191,7 @@ class VllmEngine(SteppingEngine):
         """See `Engine.checksums`. Left out are tensors that vLLM computes with while loading them, and those of layers
         that keep their weights in another form than their loader's, as experts on CUDA do: only the probe covers them.
         """
-        self._check_open("summing weights")
+        self._check_open("computing checksums")
         if not self._specs:
             return {}
         first_names = (self._shapes.first_names[spec.name] for spec in self._specs)
@@ -202,13 +202,13 @@ class VllmEngine(SteppingEngine):
             read_back = partial(self._llm.collective_rpc, "rlsys_read_back")
             await self._ask("reading packed weights", read_back, self._spec.load_s)
             dtypes = {spec.name: spec.dtype for spec in firsts}
-            parts = await self._shards.call("summing weights", "rlsys_checksums", dtypes)
+            parts = await self._shards.call("computing checksums", "rlsys_checksums", dtypes)
         sums = sum_checksums(parts, firsts)
         return {spec: sums[first] for spec, first in zip(self._specs, firsts, strict=True) if first in sums}
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         future: Future[tuple[float, ...]] = get_running_loop().create_future()
-        self._post(partial(self._add_scoring, token_ids, future), future, "scoring")
+        self._post(partial(self._add_scoring, token_ids, future), future, "scoring tokens")
         return await future
 
     def stats(self) -> EngineStats:

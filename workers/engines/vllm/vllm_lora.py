@@ -96,7 +96,7 @@ class VllmAdapters:
         """Checksums of every shard's part of the adapter of a version."""
         number = self._ids[version]
         arguments = (str(self._folder_of(number)), number, self._scale)
-        return await shards.call("summing weights", "rlsys_adapter_checksums", *arguments)
+        return await shards.call("computing checksums", "rlsys_adapter_checksums", *arguments)
 
     def close(self) -> None:
         self._folder.cleanup()

@@ -123,7 +123,7 @@ class VllmServerEngine:
         """Raise `ModelError` if the server does not take weights that are to come, or has others than those of the
         model which is to stay."""
         try:
-            (first, *_) = await self._rpc("asking for its loads", "rlsys_served_loads")
+            (first, *_) = await self._rpc("reading its loads", "rlsys_served_loads")
             await self._call("POST", "/pause?mode=abort")
             await self._call("POST", "/resume")
         except WorkerError as error:
@@ -186,7 +186,7 @@ class VllmServerEngine:
 
     async def pause(self) -> None:
         """See `Engine.pause`. The server aborts every request; those tokens of which arrived are kept."""
-        self._check_open("pausing")
+        self._check_open("pausing the engine")
         if not self._going.is_set():
             return
         self._going.clear()
@@ -198,7 +198,7 @@ class VllmServerEngine:
             await asyncio.wait(streams)
 
     async def resume(self) -> None:
-        self._check_open("resuming")
+        self._check_open("resuming the engine")
         await self._call("POST", "/resume")
         self._going.set()
 
@@ -229,19 +229,19 @@ class VllmServerEngine:
         self._version, self._num_loads = version, self._num_loads + 1
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
-        self._check_open("summing weights")
+        self._check_open("computing checksums")
         if not self._specs:
             return {}
         names = [self._shapes.first_names[spec.name] for spec in self._specs]
         firsts = [TensorSpec(name, spec.dtype, spec.shape) for name, spec in zip(names, self._specs, strict=True)]
         dtypes = json.dumps({spec.name: spec.dtype for spec in firsts})
-        shards = await self._rpc("summing weights", "rlsys_served_sums", dtypes)
+        shards = await self._rpc("computing checksums", "rlsys_served_sums", dtypes)
         parts = [[PartSum(name, tuple(at), tuple(shape), value) for name, at, shape, value in own] for own in shards]
         sums = sum_checksums(parts, firsts)
         return {spec: sums[first] for spec, first in zip(self._specs, firsts, strict=True) if first in sums}
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        self._check_open("scoring")
+        self._check_open("scoring tokens")
         body = self._body(token_ids, Sampling(temperature=0.0, max_new_tokens=1), seed=0) | {"prompt_logprobs": 0}
         answer = await self._call("POST", "/v1/completions", body, self._spec.step_s)
         found = answer["choices"][0]["prompt_logprobs"]
@@ -260,7 +260,7 @@ class VllmServerEngine:
 
     async def close(self) -> None:
         """See `Engine.close`. The server goes on."""
-        self._finish(WorkerDied(self._name, "sampling", "the engine was closed"))
+        self._finish(WorkerDied(self._name, "sampling requests", "the engine was closed"))
         if self._session is not None:
             await self._session.close()
 
@@ -386,7 +386,7 @@ class VllmServerEngine:
     async def _call(
         self, method: str, path: str, body: object = None, deadline_s: float = ANSWER_S, phase: str = ""
     ) -> dict[str, Any]:
-        phase = phase or f"asking {path.partition('?')[0]}"
+        phase = phase or f"requesting {path.partition('?')[0]}"
         data = None if body is None else orjson.dumps(body)
         try:
             async with (

@@ -39,7 +39,7 @@ def called(*works: Work | None, load_s: float = 60.0) -> Sequence[Any]:
     crew: Any = Crew(*works)
     shards = ShardProcesses(crew, "rollout-0", len(works), load_s, ask)
     try:
-        return asyncio.run(shards.call("summing weights", "work", 7))
+        return asyncio.run(shards.call("computing checksums", "work", 7))
     finally:
         shards.close()
 
@@ -55,7 +55,7 @@ def test_results_come_in_the_order_of_the_shards_whatever_their_size() -> None:
 
 
 def test_an_error_of_a_shard_names_it() -> None:
-    with pytest.raises(WorkerDied, match=r"rollout-0 while summing weights: shard 1: ZeroDivisionError.*restart"):
+    with pytest.raises(WorkerDied, match=r"rollout-0 while computing checksums: shard 1: ZeroDivisionError.*restart"):
         called(lambda number: number, lambda number: number / 0)
 
 
@@ -66,6 +66,6 @@ def test_a_shard_that_dies_is_named() -> None:
 
 def test_a_shard_that_does_not_end_exceeds_the_deadline() -> None:
     may_end = threading.Event()
-    with pytest.raises(DeadlineExceeded, match=r"summing weights: the shards did not end within 0\.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"computing checksums: the shards did not end within 0\.01 s"):
         called(lambda number: number, lambda number: may_end.wait(), load_s=0.01)
     may_end.set()

@@ -396,7 +396,7 @@ def test_a_pull_is_reported_once_with_the_next_end():
 def test_a_failed_relay_fails_only_the_replica_that_pulls(kind: type[WorkerError]):
     class Failing(Shelf):
         async def pull(self, at_least: int) -> tuple[Manifest, dict[str, Tensor]]:
-            raise kind("relay-0a1b", "giving version 2 or newer", "the process is gone")
+            raise kind("relay-0a1b", "serving version 2 or newer", "the process is gone")
 
     replica = replica_of(Failing(), scripted("a"))
     losses: list[WorkerError] = []
@@ -404,7 +404,7 @@ def test_a_failed_relay_fails_only_the_replica_that_pulls(kind: type[WorkerError
     with pytest.raises(kind) as raised:
         played([replica], lambda: held(replica, 2))
     assert str(raised.value) == (
-        "rollout-0 while pulling version 2 or newer: relay-0a1b while giving version 2 or newer: the process is gone"
+        "rollout-0 while pulling version 2 or newer: relay-0a1b while serving version 2 or newer: the process is gone"
     )
     assert losses == [raised.value]
 

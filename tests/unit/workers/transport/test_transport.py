@@ -93,5 +93,5 @@ def test_tensors_in_one_piece_are_views_of_what_came():
 
 def test_a_version_without_the_part_of_a_rank_is_refused():
     manifest, buckets = packed({"w": torch.zeros(8), "v": torch.zeros(8)}, 1 << 20, num_ranks=2)
-    with pytest.raises(WeightsMismatch, match="relay-0 while giving version 7: 2 tensors are not whole, as v"):
+    with pytest.raises(WeightsMismatch, match="relay-0 while serving version 7: 2 tensors are not whole, as v"):
         ReceivedWeights(Manifest(manifest.parts[:1]), buckets[:1], "relay-0")
