@@ -131,10 +131,10 @@ class WorkerSet:
         """Engine of each replica, by name of the replica (and of the policy, if several). Call it after `ready`."""
         members = [*self.rollouts.members, *(self.evaluation.members if self.evaluation else [])]
         replicas = [member.worker.at(ReplicaWorker, "replica") for member in members]
-        told = await asyncio.gather(*(replica.call(ReplicaWorker.choices) for replica in replicas))
+        replies = await asyncio.gather(*(replica.call(ReplicaWorker.choices) for replica in replicas))
         return [
             (member.name + (f" ({policy})" if len(choices) > 1 else ""), choice)
-            for member, choices in zip(members, told, strict=True)
+            for member, choices in zip(members, replies, strict=True)
             for policy, choice in choices.items()
         ]
 

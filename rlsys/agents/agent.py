@@ -79,11 +79,12 @@ class Policy(Protocol):
     async def extend(
         self,
         ids: tuple[int, ...],
-        said: tuple[Message, ...],
+        history: tuple[Message, ...],
         new: tuple[Message, ...],
         options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:
-        """Return the prompt ids of the next turn. `ids` are the tokens of `said`, which ends with the policy's reply.
+        """Return the prompt ids of the next turn. `ids` are the tokens of `history`, which ends with the policy's
+        reply.
 
         `options` are those that the conversation was opened with; they offer no new tools. The result starts with `ids`
         wherever the chat template allows it, so that no token of the policy is tokenized again. Raises `TaskTooLong`
@@ -382,8 +383,8 @@ class Agent:
         self._session.has_replies = True
         self._session.note(self, "assistant", turn.text)
         reply = Message(role="assistant", content=asked.begun + turn.text)
-        said = (*asked.said, reply) if asked.said else ()
-        self.context = replace(asked, said=said, ids=(*asked.ids, *turn.output_ids), begun="")
+        history = (*asked.said, reply) if asked.said else ()
+        self.context = replace(asked, said=history, ids=(*asked.ids, *turn.output_ids), begun="")
         return begin + turn.text
 
     async def _resume_context(self, text: str) -> Context:
@@ -414,10 +415,10 @@ class Agent:
             raise ValueError(f"agent {self.name!r} began with plain text and cannot go on with messages")
         new = () if prompt is None else messages_of(prompt)
         if not before.ids:
-            said, options = (*before.said, *new), self._session.task.chat_options(tools)
-            ids = await self._policy.encode(said, options)
-            begun = said[-1]["content"] if said[-1]["role"] == "assistant" else ""
-            return Context(said[:-1] if begun else said, ids, begun=begun, opened_with=options, offered=tools)
+            history, options = (*before.said, *new), self._session.task.chat_options(tools)
+            ids = await self._policy.encode(history, options)
+            begun = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
+            return Context(history[:-1] if begun else history, ids, begun=begun, opened_with=options, offered=tools)
         if tools and tools != before.offered:
             new = append_paragraph(new, describe_tools(tools)) if new else messages_of(describe_tools(tools))
         ids = await self._policy.extend(before.ids, before.said, new, before.opened_with)

@@ -43,8 +43,8 @@ class Session(SessionRecord):
         Seeds depend on the agent's number among its parent's children; without a `parent` it counts as the root's
         child. Where agents are created concurrently, give each its parent, so that seeds do not depend on timing.
         """
-        said = () if system is None else (Message(role="system", content=system),)
-        agent = self.add(name, parent, self._policy_of(name), Context(said))
+        messages = () if system is None else (Message(role="system", content=system),)
+        agent = self.add(name, parent, self._policy_of(name), Context(messages))
         if system is not None:
             self.note(agent, "system", system)
         return agent

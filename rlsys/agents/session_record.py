@@ -247,10 +247,10 @@ def append_paragraph(messages: tuple[Message, ...], text: str) -> tuple[Message,
     return (*before, last)
 
 
-def shown_line(said: Said, most: int | None = None) -> str:
+def shown_line(line: Said, most: int | None = None) -> str:
     """Format a transcript line for a terminal. Control characters are escaped, and further lines are indented, so that
     a model's text cannot imitate another line. Text beyond `most` characters is cut."""
-    text = _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), said.text[:most])
+    text = _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), line.text[:most])
     text = text.replace("\n", "\n    ")
-    cut = f"... ({len(said.text)} characters)" if len(said.text) > len(said.text[:most]) else ""
-    return f"[{said.agent}] {said.role}: {text}{cut}"
+    cut = f"... ({len(line.text)} characters)" if len(line.text) > len(line.text[:most]) else ""
+    return f"[{line.agent}] {line.role}: {text}{cut}"

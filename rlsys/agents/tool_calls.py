@@ -63,9 +63,9 @@ def read_calls(text: str, id_prefix: str = "call") -> tuple[str, tuple[Call, ...
 def spoken(text: str) -> str:
     """Return a reply without its thinking: the text after the first `</think>`, or "" if the thinking does not end. The
     opening `<think>` may be part of the chat template."""
-    _, closing, said = text.partition("</think>")
+    _, closing, answer = text.partition("</think>")
     if closing:
-        return said.lstrip()
+        return answer.lstrip()
     return "" if text.lstrip().startswith("<think>") else text
 
 

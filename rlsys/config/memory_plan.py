@@ -275,9 +275,9 @@ class WorkerMemory:
         """Say by how much a worker does not fit, and what takes most."""
         assert self.limit is not None
         parts = sorted(asdict(self.memory).items(), key=lambda part: -part[1])[:3]
-        told = ", ".join(f"{_label(owner)} {gigabytes(taken)}" for owner, taken in parts if taken)
+        listing = ", ".join(f"{_label(owner)} {gigabytes(taken)}" for owner, taken in parts if taken)
         remark = f" ({self.remark})" if self.remark else ""
-        return f"{self.name}: {gigabytes(self.memory.total)} of {gigabytes(self.limit)}{remark}; {told}"
+        return f"{self.name}: {gigabytes(self.memory.total)} of {gigabytes(self.limit)}{remark}; {listing}"
 
 
 def gigabytes(number: float) -> str:

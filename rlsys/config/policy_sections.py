@@ -86,8 +86,8 @@ def _problems_together(trained: Mapping[str, Algorithm], sections: Mapping[str, 
         yield (), "all of them are frozen: there is nothing to train"
     sizes = {name: algorithm.group_size for name, algorithm in trained.items()}
     if len({*sizes.values()}) > 1:
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        yield (), f"they compare the same episodes, so that algorithm.group_size is the same for all ({told})"
+        listing = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        yield (), f"they compare the same episodes, so that algorithm.group_size is the same for all ({listing})"
     for name, algorithm in trained.items():
         if any(column.is_paired for column in algorithm.columns):
             text = "pairs a completion with the prompt of another group, which may be another policy's"

@@ -77,13 +77,13 @@ class Changes:
             return
         watch = self._watch(run, now)
         watch.num_pages += 1
-        told = now if now.revision == seen else None
+        sent = now if now.revision == seen else None
         try:
             while True:
                 moved = watch.moved
-                if watch.latest != told:
-                    told = watch.latest
-                    yield told
+                if watch.latest != sent:
+                    sent = watch.latest
+                    yield sent
                 elif watch.is_over:
                     return
                 else:

@@ -164,8 +164,8 @@ def _num_characters(prompt: Prompt) -> int:
 def _is_kept(rendering: Rendering, answer: str) -> bool:
     asked = Message(role="user", content="2+2?")
     ids = rendering.encode((asked,)) + rendering.encode(answer)
-    said = (asked, Message(role="assistant", content=answer))
-    return rendering.extend(ids, said, (Message(role="user", content="Sure?"),))[: len(ids)] == ids
+    history = (asked, Message(role="assistant", content=answer))
+    return rendering.extend(ids, history, (Message(role="user", content="Sure?"),))[: len(ids)] == ids
 
 
 # --------------------------------------------------------------------------------------------------------------- text

@@ -55,9 +55,9 @@ async def stream_response(
             news.clear()
             if texts and not work.done():
                 opening = b"" if response.prepared else answer.opening()
-                told = b"".join(answer.news(index, text) for index, text in sorted(texts.items()))
+                chunk = b"".join(answer.news(index, text) for index, text in sorted(texts.items()))
                 texts.clear()
-                await _write(request, response, opening + told, write_s)
+                await _write(request, response, opening + chunk, write_s)
             await asyncio.sleep(0)  # `work` ends in the next turn of the event loop
         if not response.prepared:
             return web.Response(body=answer.opening() + answer.closing(await work), content_type="text/event-stream")

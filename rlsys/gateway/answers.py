@@ -98,8 +98,8 @@ def _end_before(text: str, mark: str) -> int:
 def usage_of(choices: Sequence[Choice]) -> dict[str, int]:
     """Count the tokens of the prompts, which choices share, and of all replies."""
     asked = sum(len(prompt) for prompt in {choice.turn.prompt_ids for choice in choices})
-    said = sum(len(choice.turn.output_ids) for choice in choices)
-    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+    num_completion = sum(len(choice.turn.output_ids) for choice in choices)
+    return {"prompt_tokens": asked, "completion_tokens": num_completion, "total_tokens": asked + num_completion}
 
 
 def token_name(token: int) -> str:

@@ -220,7 +220,7 @@ class ChatRequest(ReplyRequest):
     @cached_property
     def prompt(self) -> tuple[Message, ...]:
         """The messages as an agent's prompt."""
-        return tuple(said.message() for said in self.messages)
+        return tuple(message.message() for message in self.messages)
 
     @cached_property
     def toolbox(self) -> Toolbox:
@@ -297,7 +297,7 @@ class ChatAnswer:
         """Text that was sent, by choice."""
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
-        told = [
+        entries = [
             {
                 "index": index,
                 "message": self._message(choice.message),
@@ -306,7 +306,7 @@ class ChatAnswer:
             }
             for index, choice in enumerate(choices)
         ]
-        return orjson.dumps(self._envelope("chat.completion", told, usage=usage_of(choices)))
+        return orjson.dumps(self._envelope("chat.completion", entries, usage=usage_of(choices)))
 
     def opening(self) -> bytes:
         return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._asked.n or 1))
@@ -349,9 +349,9 @@ class ChatAnswer:
 
     @staticmethod
     def _message(message: Message) -> dict[str, object]:
-        told: dict[str, object] = {"role": "assistant", "content": message["content"] or None, "refusal": None}
+        fields: dict[str, object] = {"role": "assistant", "content": message["content"] or None, "refusal": None}
         calls = message.get("tool_calls")
-        return {**told, "tool_calls": calls} if calls else told
+        return {**fields, "tool_calls": calls} if calls else fields
 
     def _envelope(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
         head = {"id": self._id, "object": kind, "created": int(time.time()), "model": self._asked.model}
@@ -361,8 +361,8 @@ class ChatAnswer:
         if not self._asked.logprobs:
             return None
         tokens = zip(choice.turn.output_ids, choice.turn.logprobs, strict=True)
-        told: list[Json] = [
+        entries: list[Json] = [
             {"token": token_name(token), "logprob": logprob, "bytes": None, "top_logprobs": []}
             for token, logprob in tokens
         ]
-        return {"content": told, "refusal": None}
+        return {"content": entries, "refusal": None}

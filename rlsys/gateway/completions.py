@@ -61,8 +61,8 @@ class CompletionAnswer:
         self._sent = [""] * asked.num_choices
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
-        told = [self._choice(index, c.message["content"], c) for index, c in enumerate(choices)]
-        return orjson.dumps(self._envelope(told, usage=usage_of(choices)))
+        entries = [self._choice(index, c.message["content"], c) for index, c in enumerate(choices)]
+        return orjson.dumps(self._envelope(entries, usage=usage_of(choices)))
 
     def opening(self) -> bytes:
         return b""

@@ -104,8 +104,8 @@ class Conversations:
         )
         turn = agent.turns[-1]
         text = reply.text.removesuffix(turn.text) + without_stop(turn.text, asked.stop)
-        said = Message(role="assistant", content=text)
-        return Choice(turn, message_of(text, f"call_{agent.index}_{len(agent.turns) - 1}") if asked.may_call else said)
+        plain = Message(role="assistant", content=text)
+        return Choice(turn, message_of(text, f"call_{agent.index}_{len(agent.turns) - 1}") if asked.may_call else plain)
 
     async def _completions(self, asked: CompletionRequest, tell: TellChoice | None) -> tuple[Choice, ...]:
         agents, work = [], []
@@ -174,8 +174,8 @@ def _key(message: Message) -> bytes:
     """Key that is equal for equivalent messages, however the client formats the arguments of a call."""
     calls = [_call_key(call) for call in message.get("tool_calls", ())]
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
-    told = [message["role"], content, calls, message.get("tool_call_id"), message.get("name")]
-    return orjson.dumps(told)
+    parts = [message["role"], content, calls, message.get("tool_call_id"), message.get("name")]
+    return orjson.dumps(parts)
 
 
 def _call_key(call: Json) -> list[Json]:

@@ -204,8 +204,8 @@ class Endpoint:
         every error has to report a refusal.
         """
         if isinstance(error, BaseExceptionGroup):
-            told = [self._find_refusal(each) for each in error.exceptions]
-            return told[0] if all(told) else None
+            refusals = [self._find_refusal(each) for each in error.exceptions]
+            return refusals[0] if all(refusals) else None
         text = str(error)
         found = (refusal for code, refusal in self.refusals.items() if code in text or str(refusal) in text)
         return next(found, None) or (self._find_refusal(error.__cause__) if error.__cause__ else None)

@@ -97,12 +97,12 @@ class ResponsesRequest(ReplyRequest):
 
         Raises `Refused`.
         """
-        said = [*earlier, *self.messages()]
+        messages = [*earlier, *self.messages()]
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         chosen = self.tool_choice
         body = {
             "model": self.model,
-            "messages": [*system, *said],
+            "messages": [*system, *messages],
             "tools": [_tool(place, tool) for place, tool in enumerate(self.tools or ())] or None,
             "tool_choice": chosen
             if not isinstance(chosen, _ChosenTool)
@@ -118,7 +118,7 @@ class ResponsesRequest(ReplyRequest):
         """Return the input as messages. Raises `Refused`, naming the item."""
         if isinstance(self.input, str):
             return [Message(role="user", content=self.input)]
-        said: list[Message] = []
+        found: list[Message] = []
         for place, given in enumerate(self.input):
             kind = given.get("type", "message")
             if kind == "reasoning":
@@ -127,27 +127,27 @@ class ResponsesRequest(ReplyRequest):
                 text = f"input.{place}: an item of type {kind!r} is not supported; give {', '.join(_ITEMS)}"
                 raise Refused(400, text, param="input")
             try:
-                _append(said, _ITEMS[kind].validate_python(given))
+                _append(found, _ITEMS[kind].validate_python(given))
             except ValidationError as error:
                 problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
                 where = ".".join(map(str, ("input", place, *problem["loc"])))
                 raise Refused(400, f"{where}: {problem['msg']}", param=where) from None
-        return said
+        return found
 
 
-def _append(said: list[Message], item: _Item | _CallItem | _ResultItem) -> None:
+def _append(messages: list[Message], item: _Item | _CallItem | _ResultItem) -> None:
     """Append an item. What the assistant said and called in one response is one message."""
     if isinstance(item, _ResultItem):
-        said.append(Message(role="tool", content=_as_text(item.output), tool_call_id=item.call_id))
+        messages.append(Message(role="tool", content=_as_text(item.output), tool_call_id=item.call_id))
         return
     if isinstance(item, _Item):
-        said.append(Message(role=item.role, content=_as_text(item.content)))
+        messages.append(Message(role=item.role, content=_as_text(item.content)))
         return
-    if not said or said[-1]["role"] != "assistant":
-        said.append(Message(role="assistant", content=""))
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append(Message(role="assistant", content=""))
     function: Json = {"name": item.name, "arguments": item.arguments}
     call: Json = {"id": item.call_id, "type": "function", "function": function}
-    said[-1]["tool_calls"] = [*said[-1].get("tool_calls", []), call]
+    messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), call]
 
 
 def _as_text(content: str | tuple[_Part, ...]) -> str:
@@ -194,8 +194,8 @@ class ResponsesAnswer:
         return b"".join([*events, self._event(f"response.{response['status']}", response=response)])
 
     def failure(self, error: Refused) -> bytes:
-        told: Json = {"code": error.code or "server_error", "message": error.message}
-        return self._event("response.failed", response={**self._response("failed", []), "error": told})
+        problem: Json = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response={**self._response("failed", []), "error": problem})
 
     def _more(self, text: str) -> bytes:
         """Return the events for the part of the text that was not sent."""

@@ -67,12 +67,12 @@ def _refusals(name: str, remedy: str) -> Iterator[None]:
         reason = "HF_HUB_OFFLINE is set, so the Hub is not asked: unset it"
         raise RlsysError(f"--push {name}: {reason}; {remedy}") from None
     except HfHubHTTPError as error:
-        status, told = error.response.status_code, error.server_message or str(error).partition("\n")[0]
+        status, detail = error.response.status_code, error.server_message or str(error).partition("\n")[0]
         reason = {
             401: "the Hub does not know this token: renew it with `hf auth login`, or correct HF_TOKEN",
             403: "this token may not write there: the name belongs to others, or the token only reads",
         }.get(status, "the Hub refuses it")
-        raise RlsysError(f"--push {name}: {reason} (HTTP {status}: {told}); {remedy}") from None
+        raise RlsysError(f"--push {name}: {reason} (HTTP {status}: {detail}); {remedy}") from None
     except (HTTPError, OSError) as error:
         raise RlsysError(
             f"--push {name}: the Hub cannot be reached: {error or type(error).__name__}; {remedy}"

@@ -79,11 +79,11 @@ class Tried:
 
     def as_json(self) -> dict[str, Json]:
         """Session as JSON, with complete texts."""
-        said: list[Json] = [{**asdict(each)} for each in self.said]
+        messages: list[Json] = [{**asdict(each)} for each in self.said]
         score: Any = None if self.score is None else {**asdict(self.score), "parts": dict(self.score.parts)}
         samples: list[Any] = [asdict(sample) for sample in self.samples]
         return {
-            "workflow": self.workflow, "task_id": self.task.id, "said": said, "agents": [*self._agents()],
+            "workflow": self.workflow, "task_id": self.task.id, "said": messages, "agents": [*self._agents()],
             "reward": score, "samples": samples,
         }  # fmt: skip
 

@@ -181,16 +181,16 @@ class GroupQueue:
         return "\n".join(lines) or "  nothing is pending"
 
     def _line(self, group: InFlightGroup, replica: str | None) -> str:
-        said = f"task {group.assignment.task.id}"
+        text = f"task {group.assignment.task.id}"
         if group.state is State.REISSUED:
-            return f"{said}, waits to be issued again"
+            return f"{text}, waits to be issued again"
         lasts_s = 0.0 if group.began_s is None else deadlines.now() - group.began_s
         if replica is not None and group.state is State.ROLLING_OUT:
-            return f"{said}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s"
+            return f"{text}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s"
         if group.attempt:
-            said += f", attempt {group.attempt} begun {lasts_s:.0f} s ago"
+            text += f", attempt {group.attempt} begun {lasts_s:.0f} s ago"
         lacking = self.lacking(group)
-        return f"{said}, waits for {' and '.join(lacking)}" if lacking else f"{said}, waits to be trained"
+        return f"{text}, waits for {' and '.join(lacking)}" if lacking else f"{text}, waits to be trained"
 
     # --------------------------------------------------------------------------------------------------------- permits
 

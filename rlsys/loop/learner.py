@@ -142,8 +142,8 @@ class Learner:
             own = {t.reward for _, t in group.trajectories() if t.reward is not None}
             rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
             is_spread = len(rewards) > 1
-            told = f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if is_spread else f"equal rewards: {rewards}"
-            raise ZeroAdvantage(f"{name} has {told}")
+            summary = f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if is_spread else f"equal rewards: {rewards}"
+            raise ZeroAdvantage(f"{name} has {summary}")
 
     async def step(self, groups: Sequence[Group], version: PolicyVersion) -> StepResult:
         """Train the step that starts from `version`.

@@ -169,9 +169,9 @@ class Joint:
         assignments = [ask.assignment for ask in asks.values()]
         first = assignments[0]
         if any((a.task.id, a.size, a.seed) != (first.task.id, first.size, first.seed) for a in assignments):
-            told = ", ".join(f"{name}: {a.size} of task {a.task.id}" for name, a in zip(asks, assignments, strict=True))
+            rows = ", ".join(f"{name}: {a.size} of task {a.task.id}" for name, a in zip(asks, assignments, strict=True))
             raise RunAborted(
-                f"the policies do not mean the same by group {first.group_id} ({told}): resume them from one run, with "
+                f"the policies do not mean the same by group {first.group_id} ({rows}): resume them from one run, with "
                 "the tasks and the algorithm.group_size of that run"
             )
         newest = {name: queue.version for name, queue in self._queues.items()}

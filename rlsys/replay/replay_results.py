@@ -200,12 +200,12 @@ def _verdict(each: Comparison) -> str:
     return "equal" if each.is_equal else f"differs: it was {each.told}"
 
 
-def compare_metrics(told: Mapping[str, float], found: Mapping[str, float]) -> tuple[Comparison, ...]:
+def compare_metrics(recorded: Mapping[str, float], found: Mapping[str, float]) -> tuple[Comparison, ...]:
     """Compare the metrics present in both."""
     return tuple(
-        Comparison(name, _finite_or_text(told[name]), _finite_or_text(value))
+        Comparison(name, _finite_or_text(recorded[name]), _finite_or_text(value))
         for name, value in found.items()
-        if name in told
+        if name in recorded
     )
 
 

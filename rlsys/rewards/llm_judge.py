@@ -98,11 +98,11 @@ class LlmJudge:
 
     def _read(self, reply: str) -> float:
         bounds, end = f"from {self.lowest:g} to {self.highest:g}", reply.strip()[-80:]
-        said = _SCORE.search(reply.strip().rpartition("\n")[2].strip())
-        if said is None:
+        match = _SCORE.search(reply.strip().rpartition("\n")[2].strip())
+        if match is None:
             raise CannotScore(f"the judge's reply has no number {bounds} alone on its last line: it ends with {end!r}")
-        number, whole = float(said["number"]), 100.0 if said["percent"] else float(said["whole"] or 0)
-        if said["percent"] or said["whole"]:
+        number, whole = float(match["number"]), 100.0 if match["percent"] else float(match["whole"] or 0)
+        if match["percent"] or match["whole"]:
             if self.lowest != 0 or whole == 0:
                 raise CannotScore(f"the judge's reply contains no number {bounds}, but a part of a whole: {end!r}")
             number *= self.highest / whole

@@ -28,8 +28,8 @@ def math(completion: str, answer: str | None) -> float:
     wanted = _parse_latex(_last_boxed(gold) if _BOX in gold else gold.rpartition("####")[2].strip())
     if not wanted:
         raise CannotScore(f"the answer {gold[:60]!r} cannot be read as mathematics")
-    said = _last_boxed(completion)
-    return float(said is not None and verify(list(wanted), list(_parse_latex(said)), timeout_seconds=None))
+    boxed = _last_boxed(completion)
+    return float(boxed is not None and verify(list(wanted), list(_parse_latex(boxed)), timeout_seconds=None))
 
 
 @lru_cache(maxsize=1024)

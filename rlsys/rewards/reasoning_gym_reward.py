@@ -35,7 +35,9 @@ class ReasoningGymReward:
         name = metadata.get("source_dataset")
         if not isinstance(name, str):
             raise CannotScore("the row's `metadata` has no `source_dataset`")
-        said = extract_answer(completion, tag_name=self.tag)
+        extracted = extract_answer(completion, tag_name=self.tag)
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         entry = {"question": question, "answer": answer, "metadata": dict(metadata)}
-        return float(get_score_answer_fn(name)(answer=completion.strip() if said is None else said, entry=entry))
+        return float(
+            get_score_answer_fn(name)(answer=completion.strip() if extracted is None else extracted, entry=entry)
+        )

@@ -373,14 +373,14 @@ def _of_group(task: Task, completions: Sequence[RewardInput], logged: _Logged) -
     """Collect the arguments for a function of a group; every list has one entry per completion."""
     columns = {**task.info, **_of_task(task)}
     if isinstance(task.prompt, str):
-        prompts, said = [task.prompt for _ in completions], [c.text for c in completions]
+        prompts, replies = [task.prompt for _ in completions], [c.text for c in completions]
     else:
         prompts = [[dict(message) for message in task.prompt] for _ in completions]
-        said = [[{"role": "assistant", "content": c.text}] for c in completions]
+        replies = [[{"role": "assistant", "content": c.text}] for c in completions]
     return {
         **{name: [value] * len(completions) for name, value in columns.items()},
         "prompts": prompts,
-        "completions": said,
+        "completions": replies,
         "completion_ids": [list(c.ids) for c in completions],
         "episode": [c.episode for c in completions],
         "trainer_state": TrainerState(max(c.version for c in completions)),

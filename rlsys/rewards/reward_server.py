@@ -87,10 +87,10 @@ class RewardServer:
                 "completions": [text if isinstance(text, str) else text[0]["content"] for text in completions],
             }
         )
-        told = await self._answer(body)
-        if not isinstance(told, dict) or "rewards" not in told:
-            raise CannotScore(f"{self.url} answered {_value_excerpt(told)}, which has no `rewards`")
-        return told["rewards"]
+        reply = await self._answer(body)
+        if not isinstance(reply, dict) or "rewards" not in reply:
+            raise CannotScore(f"{self.url} answered {_value_excerpt(reply)}, which has no `rewards`")
+        return reply["rewards"]
 
     async def _answer(self, body: bytes) -> object:
         """Post until there is an answer. Waits between attempts; unblocked by the last of them."""

@@ -158,14 +158,14 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
     began = time.monotonic()
     output = CapturedOutput(limits.output_bytes)
     bwrap = await asyncio.to_thread(_bubblewrap, limits.requires)
-    report, told = LauncherReport.pair()
-    with report.receiver, told:
+    report, report_socket = LauncherReport.pair()
+    with report.receiver, report_socket:
         async with _folder(code) as folder:
             with (
                 closing(StoredFiles(folder, limits.files, is_apart=bwrap is not None)) as stored,
                 closing(WrittenBytes()) as written,
             ):
-                async with _start_program(folder, stdin, told, output, limits, bwrap) as process:
+                async with _start_program(folder, stdin, report_socket, output, limits, bwrap) as process:
                     exceeded = await _wait_for_limit(process, report, stored, written, output, limits)
         report.look()
     assert process.returncode is not None
@@ -215,7 +215,7 @@ def _bubblewrap_command(bwrap: str | None, folder: str, limits: ProgramLimits) -
 async def _start_program(
     folder: str,
     stdin: str,
-    told: socket.socket,
+    report_socket: socket.socket,
     output: CapturedOutput,
     limits: ProgramLimits,
     bwrap: str | None,
@@ -223,7 +223,7 @@ async def _start_program(
     """Start the program; on exit, kill its process group and read its output."""
     asked = {
         "parent": os.getpid() if bwrap is None else 1,  # as the launcher sees it
-        "report": told.fileno(),
+        "report": report_socket.fileno(),
         "folder": folder,
         "readable": (*_READABLE, *limits.readable),
         "requires": [guard for guard in limits.requires if guard != "bubblewrap"],
@@ -248,13 +248,13 @@ async def _start_program(
                     stderr=asyncio.subprocess.STDOUT,
                     cwd=folder,
                     env=_environment(folder),
-                    pass_fds=[told.fileno(), *files],
+                    pass_fds=[report_socket.fileno(), *files],
                     start_new_session=True,
                 )
             except OSError as error:
                 raise ToolError(f"cannot start a program: {error}") from error
         write.close()  # the program has inherited both
-        told.close()
+        report_socket.close()
         try:
             yield process
         finally:

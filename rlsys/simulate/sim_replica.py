@@ -119,9 +119,9 @@ class SimPlay(FakePlay):
         return tuple(map(self._meta, self._turns))
 
     def _meta(self, turns: Sequence[WorkloadTurn]) -> EpisodeMeta:
-        said = sum(turn.num_tokens for turn in turns)
+        num_tokens = sum(turn.num_tokens for turn in turns)
         observed = (len(turns) - 1) * self.home.profile.observation_tokens
-        sample = SampleMeta(self.num_prompt, said + observed, said, prompt_key=self.assignment.group_id)
+        sample = SampleMeta(self.num_prompt, num_tokens + observed, num_tokens, prompt_key=self.assignment.group_id)
         return EpisodeMeta((TrajectoryMeta("policy", None, OK, None, (sample,)),))
 
 

@@ -67,7 +67,7 @@ class ScriptedPolicy:
     async def extend(
         self,
         ids: tuple[int, ...],
-        said: tuple[Message, ...],
+        history: tuple[Message, ...],
         new: tuple[Message, ...],
         options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:

@@ -506,17 +506,17 @@ async def broadcast(
     part = announcement.part
     phase = f"receiving the announcement of version {part.version}"
     parent_of = parents(len(relays), part.num_bytes, len(part.buckets), link or Link())
-    told = [
+    announcements = [
         asyncio.ensure_future(with_deadline(relay.announce(announcement), transfer_s / TRIES, relay.name, phase))
         for relay in relays
     ]
 
     async def announce_to(i: int) -> None:
-        await told[i]
+        await announcements[i]
         parent = parent_of[i]
         if i:
-            await asyncio.wait([told[parent]])  # so that it is asked only after its announcement
-        failed = [future.done() and future.exception() is not None for future in told]
+            await asyncio.wait([announcements[parent]])  # so that it is asked only after its announcement
+        failed = [future.done() and future.exception() is not None for future in announcements]
         others = [j for j in range(i - 1, -1, -1) if j != parent]
         sources = [relays[j] for j in ([parent, *others] if i else []) if not failed[j]]
         await relays[i].accept(part.version, part.rank, sources)

@@ -110,18 +110,18 @@ def exchanges_of(task: Task) -> Iterator[tuple[Prompt, str]]:
     yield from _replies_in(task.prompt, completion, "completion")
 
 
-def _replies_in(said: tuple[Message, ...], conversation: list[Json], column: str) -> Iterator[tuple[Prompt, str]]:
+def _replies_in(history: tuple[Message, ...], conversation: list[Json], column: str) -> Iterator[tuple[Prompt, str]]:
     messages = [message_of(column, number, message) for number, message in enumerate(conversation, 1)]
     if not messages or messages[-1]["role"] != "assistant":
         raise RowProblem(f"the `{column}` does not end with a message of the assistant; only those are trained")
     for message in messages:
         if message["role"] != "assistant":
-            said = (*said, message)
-        elif not said:
+            history = (*history, message)
+        elif not history:
             raise RowProblem(f"the `{column}` has a message of the assistant that answers none; remove it, or join two")
         else:
-            yield said, _reply(with_calls_as_text(message)["content"])
-            said = ()
+            yield history, _reply(with_calls_as_text(message)["content"])
+            history = ()
 
 
 def _reply(text: str) -> str:

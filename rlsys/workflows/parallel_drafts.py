@@ -60,10 +60,10 @@ class ParallelDrafts(Workflow):
         prompt = self.write(session, self.draft_system, before)
         drafts = [session.agent("draft", parent=root) for _ in range(self.num_drafts)]
         texts = await session.gather(*(draft.chat(prompt) for draft in drafts))
-        told = "\n\n".join(f"Attempt {i}: {text}" for i, text in enumerate(texts, 1) if isinstance(text, str))
+        attempts = "\n\n".join(f"Attempt {i}: {text}" for i, text in enumerate(texts, 1) if isinstance(text, str))
         if not self.distills:
-            return told
-        return await session.agent("distiller", parent=root).chat(self.write(session, self.distill_system, told))
+            return attempts
+        return await session.agent("distiller", parent=root).chat(self.write(session, self.distill_system, attempts))
 
     def write(self, session: Session, system: str, notes: str) -> Prompt:
         """Write the prompt of an agent."""

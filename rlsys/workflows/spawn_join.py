@@ -52,8 +52,8 @@ class SpawnJoin(Workflow):
         try:
             await self.solve(session, parent)
         finally:
-            told = f"sequential tokens: {session.num_sequential} of {session.num_sampled}"
-            session.note(parent, "workflow", told)
+            counts = f"sequential tokens: {session.num_sequential} of {session.num_sampled}"
+            session.note(parent, "workflow", counts)
 
     async def solve(self, session: Session, parent: Agent) -> None:
         """Let the parent solve the task with the tool `spawn`."""

@@ -21,7 +21,7 @@ BEGUN = b"1"
 def main() -> None:
     """Hand over arguments, environment, folder, niceness and streams; then wait for the worker, and end as it does."""
     arguments = sys.argv[1:]
-    told = {
+    request = {
         "arguments": arguments,
         "environment": dict(os.environ),
         "folder": os.getcwd(),  # noqa: PTH109
@@ -30,7 +30,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect(os.environ[SERVER])
-            message = json.dumps(told).encode() + b"\n"
+            message = json.dumps(request).encode() + b"\n"
             sent = socket.send_fds(server, [message], [0, 1, 2])
             server.sendall(message[sent:])
             is_begun = server.recv(1) == BEGUN

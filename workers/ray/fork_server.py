@@ -90,20 +90,20 @@ def become_worker(client: socket.socket) -> None:
         if not (more := client.recv(1 << 16)):
             os._exit(1)  # the client has ended
         request += more
-    told = json.loads(request)
+    fields = json.loads(request)
     client.send(BEGUN)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    _set_environment(told["environment"])
-    os.chdir(told["folder"])
-    os.nice(told["niceness"] - os.nice(0))
-    sys.argv = told["arguments"]
+    _set_environment(fields["environment"])
+    os.chdir(fields["folder"])
+    os.nice(fields["niceness"] - os.nice(0))
+    sys.argv = fields["arguments"]
     is_module = sys.argv[0] == "-m"
     program = sys.argv[is_module]
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = [path for path in sys.path if path and path not in named]
-    sys.path[:] = [told["folder"] if is_module else os.path.dirname(program), *named, *own]  # noqa: PTH120
+    sys.path[:] = [fields["folder"] if is_module else os.path.dirname(program), *named, *own]  # noqa: PTH120
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     threading.Thread(target=_end_with, args=(client,), name="client", daemon=True).start()

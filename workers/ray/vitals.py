@@ -188,16 +188,16 @@ async def end_of(worker: str) -> str:
     run_dir, worker = RUN_DIR.get(), PREFIX.get() + worker
     if run_dir is None or (sample := last_sample(run_dir, worker)) is None:
         return ""
-    told = ""
+    note = ""
     if (server := os.environ.get(fork_client.SERVER)) and sample.host == socket.gethostname():
         path = Path(server).parent / EXITS / str(sample.pid)
         for _ in range(_LOOKS):
             with suppress(OSError, ValueError):
-                told = f"; its process {sample.pid} {described_end(int(path.read_text()))}"
+                note = f"; its process {sample.pid} {described_end(int(path.read_text()))}"
                 break
             await asyncio.sleep(_REAPED_S)
     lines = last_lines(run_dir, worker)
-    return told + (f"; the end of {LOGS}/{worker}.log:\n    " + "\n    ".join(lines) if lines else "")
+    return note + (f"; the end of {LOGS}/{worker}.log:\n    " + "\n    ".join(lines) if lines else "")
 
 
 def _rotate_log(path: Path) -> bool:

@@ -98,17 +98,17 @@ def retrain(config: Config, shape: BatchShape, recording: RecordedSteps, stop: S
         hashes, metrics = _train(job, RankGroup(), stop)
     else:
         hashes, metrics = in_processes(num_ranks, partial(_train_rank, job), "training again")
-    told, moved = recording.history, wanted - on_gpu
+    history, moved = recording.history, wanted - on_gpu
     versions = range(recording.start, recording.step + 1)
     return RetrainedSteps(
         run=str(recording.run),
         step=recording.step,
         beginning=recording.beginning,
         weights=tuple(
-            Comparison(f"weights of version {version}", told.hashes.get(version), found)
+            Comparison(f"weights of version {version}", history.hashes.get(version), found)
             for version, found in zip(versions, hashes, strict=True)
         ),
-        metrics=compare_metrics(told.ends[recording.step].metrics, metrics),
+        metrics=compare_metrics(history.ends[recording.step].metrics, metrics),
         device=f"computed on a CPU, where the run had a GPU: {', '.join(sorted(moved))}" if moved else "",
     )
 

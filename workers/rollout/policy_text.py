@@ -77,12 +77,12 @@ class PolicyText:
     async def extend(
         self,
         ids: tuple[int, ...],
-        said: tuple[Message, ...],
+        history: tuple[Message, ...],
         new: tuple[Message, ...],
         options: ChatOptions = NO_OPTIONS,
     ) -> tuple[int, ...]:
-        work = partial(self.codec.extend, ids, said, new, options, most=self.max_context_tokens)
-        return await self._tokenize(work, num_chars((said, new, options.tools)))
+        work = partial(self.codec.extend, ids, history, new, options, most=self.max_context_tokens)
+        return await self._tokenize(work, num_chars((history, new, options.tools)))
 
     async def reply_ids(self, prompt_ids: tuple[int, ...], reply: str) -> tuple[int, ...]:
         """Token ids of a recorded reply. Raises `TaskTooLong`, also if they leave no room for the token that scoring

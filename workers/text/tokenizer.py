@@ -109,7 +109,7 @@ class TextTokenizer:
     def extend(
         self,
         ids: tuple[int, ...],
-        said: tuple[Message, ...],
+        history: tuple[Message, ...],
         new: tuple[Message, ...],
         options: ChatOptions = NO_OPTIONS,
         *,
@@ -121,9 +121,9 @@ class TextTokenizer:
         A template that rewrites earlier text (for example, hides reasoning) cannot be continued. Then the whole
         conversation is tokenized, which starts a new sample.
         """
-        text = self._fitting(self._template.render((*said, *new), options, opens_turn=True), most)
-        before = self._template.render(said[:-1], options, opens_turn=True)
-        reply = self._template.literal(said[-1]["content"])
+        text = self._fitting(self._template.render((*history, *new), options, opens_turn=True), most)
+        before = self._template.render(history[:-1], options, opens_turn=True)
+        reply = self._template.literal(history[-1]["content"])
         written = (before + form for form in (reply, reply.rstrip(), reply.lstrip(), reply.strip()))
         seen = next(filter(text.startswith, written), None)
         if seen is None:
@@ -246,14 +246,14 @@ class ChatTemplate:
 
     def _cut_after(self, text: str, reply: str) -> str:
         """Cut a rendered conversation after its last message, so that the model continues it."""
-        said = reply.rstrip() if reply not in text else reply
-        place = text.rfind(said)
+        stripped = reply.rstrip() if reply not in text else reply
+        place = text.rfind(stripped)
         if place < 0:
             raise DataError(
                 f"the chat template of {self._whose} changes the assistant's last message, so no reply can continue "
                 "it: end the prompt with a user's message"
             )
-        return text[: place + len(said)]
+        return text[: place + len(stripped)]
 
     def _with_system(self, messages: Sequence[Message], text: str) -> list[Message]:
         """Add a text to the system message, or to the first message if there can be none."""

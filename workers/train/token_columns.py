@@ -117,5 +117,5 @@ class Reader:
                 start = first + num_before[one.sample]
                 made = columns.stats(start, start + len(turn.output_ids), advantage if is_shown else None)
                 num_before[one.sample] += len(turn.output_ids)
-            said = self._speller.said(tuple(turn.prompt_ids[one.num_known :]))
-            yield replace(made, said=said, pieces=tuple(map(self._speller.piece, turn.output_ids)))
+            decoded = self._speller.said(tuple(turn.prompt_ids[one.num_known :]))
+            yield replace(made, said=decoded, pieces=tuple(map(self._speller.piece, turn.output_ids)))

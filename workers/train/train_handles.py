@@ -209,8 +209,8 @@ class RanksHandle(Generic[R]):
 
     async def _column(self, method: Callable[..., Any], plan: BatchPlan, *args: object) -> list[Ref]:
         """Compute a column of the fetched data; peers take part, and have the same."""
-        told = await self._gather(rank.split(method, 1, plan[batch], *args) for batch, rank in self._by_batch())
-        return [column for _, (column,) in told[:: self._num_peers]]
+        replies = await self._gather(rank.split(method, 1, plan[batch], *args) for batch, rank in self._by_batch())
+        return [column for _, (column,) in replies[:: self._num_peers]]
 
     async def _all(self, method: Callable[Concatenate[R, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a method on every rank."""

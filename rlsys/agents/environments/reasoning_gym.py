@@ -39,8 +39,8 @@ class ReasoningGym(Environment):
         return join_observation(task.prompt, self._made[0]["question"])
 
     async def step(self, reply: str) -> Step:
-        said = self._gym.utils.extract_answer(reply, tag_name=self._tag)
-        answer = reply.strip() if said is None else said
+        extracted = self._gym.utils.extract_answer(reply, tag_name=self._tag)
+        answer = reply.strip() if extracted is None else extracted
         score = await in_thread(self._made.score_answer, {"answer": answer, "entry": self._made[0]})
         return Step("", reward=float(score), is_done=True)
 

@@ -79,7 +79,9 @@ def _samples(connection: sqlite3.Connection, between: tuple[int, int] | None) ->
     return _of_episodes(connection, "samples", "Recorded samples of evaluations.", "dataset <> ''", own)
 
 
-def _of_episodes(connection: sqlite3.Connection, name: str, told: str, kind: str, own: tuple[str, ...]) -> QueryTable:
+def _of_episodes(
+    connection: sqlite3.Connection, name: str, description: str, kind: str, own: tuple[str, ...]
+) -> QueryTable:
     columns = {
         "dataset": QueryColumn("text", "Data set of the evaluation; empty for training.", "dataset"),
         "step": QueryColumn("int", "Step that trained it, or version that was evaluated.", "step"),
@@ -110,7 +112,7 @@ def _of_episodes(connection: sqlite3.Connection, name: str, told: str, kind: str
     }
     return QueryTable(
         name=name,
-        help=told,
+        help=description,
         source=f"(SELECT * FROM main.episodes WHERE {kind}) AS episodes",
         key="episodes.id",
         columns=columns,
@@ -289,8 +291,8 @@ def _metrics(connection: sqlite3.Connection, kind: str) -> list[str]:
 def _metric(name: str, documented: str) -> QueryColumn:
     metric = metric_of(documented)
     path = f'$."{name}"'
-    told = f"{metric.help}{f' ({metric.unit})' if metric.unit else ''}" if metric else f"The metric `{name}`."
-    return QueryColumn("float", told, f"json_extract(metrics, {literal(path)})")
+    description = f"{metric.help}{f' ({metric.unit})' if metric.unit else ''}" if metric else f"The metric `{name}`."
+    return QueryColumn("float", description, f"json_extract(metrics, {literal(path)})")
 
 
 INDEXED: Mapping[str, Callable[[sqlite3.Connection, tuple[int, int] | None], QueryTable]] = {

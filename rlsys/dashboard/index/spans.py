@@ -86,9 +86,9 @@ class Spans:
         num_lines = chunk.data.startswith(PREFIX) + chunk.data.count(b"\n" + PREFIX)
         if not num_lines:
             return
-        told = _TIME.search(chunk.data, chunk.data.rfind(PREFIX))
+        stamp = _TIME.search(chunk.data, chunk.data.rfind(PREFIX))
         last = self._blocks[-1] if self._blocks else None
-        last_s = float(told[1]) if told else (last.last_s if last else 0.0)
+        last_s = float(stamp[1]) if stamp else (last.last_s if last else 0.0)
         end = chunk.offset + len(chunk.data)
         if last and end - last.offset <= CHUNK_BYTES:
             last.end, last.last_s, last.num_lines = end, last_s, last.num_lines + num_lines

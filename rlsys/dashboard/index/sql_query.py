@@ -220,8 +220,8 @@ def _group_rows(table: QueryTable, query: TableQuery, where: str, values: Sequen
             ("mean", "avg", "Mean"), ("std", "stddev", "Sample standard deviation"),
             ("min", "min", "Least"), ("max", "max", "Greatest"),
         ):  # fmt: skip
-            told = QueryColumn("float", f"{what}: {column.help}", "")
-            parts[f"{name}_{suffix}"] = (told, f"{function}({quote_name(name)})")
+            spec = QueryColumn("float", f"{what}: {column.help}", "")
+            parts[f"{name}_{suffix}"] = (spec, f"{function}({quote_name(name)})")
     columns = {name: column for name, (column, _) in parts.items()}
     selected = ", ".join(f"{sql} AS {quote_name(name)}" for name, (_, sql) in parts.items())
     keys = ", ".join(map(quote_name, groups))

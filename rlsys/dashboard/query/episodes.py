@@ -110,22 +110,22 @@ def _row(record: RolloutRecord, e: int) -> EpisodeRow:
 
 
 def _trajectory(record: RolloutRecord, e: int, t: int) -> TrajectoryAnswer:
-    said, assigned = record.episodes[e].trajectories[t], record.advantages[e][t]
-    is_own = said.policy == record.policy
+    trajectory, assigned = record.episodes[e].trajectories[t], record.advantages[e][t]
+    is_own = trajectory.policy == record.policy
     is_assigned = any((a.episode, a.trajectory) == (e, t) for a in record.assigned)
     otherwise: _Mask = "context" if not is_own else "trained" if is_assigned else "left_out"
     spans = [span for span in record.episodes[e].spans if span.kind == "turn" and span.trajectory == t]
-    timed = spans if len(spans) == len(said.turns) else [None] * len(said.turns)
-    turns = zip(said.turns, _readings(record, e, t, said), timed, strict=True)
+    timed = spans if len(spans) == len(trajectory.turns) else [None] * len(trajectory.turns)
+    turns = zip(trajectory.turns, _readings(record, e, t, trajectory), timed, strict=True)
     return TrajectoryAnswer(
         index=t,
-        agent=said.agent,
-        policy=said.policy,
-        parent=said.parent,
-        reward=said.reward,
+        agent=trajectory.agent,
+        policy=trajectory.policy,
+        parent=trajectory.parent,
+        reward=trajectory.reward,
         advantage=_advantage(record, e, t),
-        outcome=said.outcome.kind.value,
-        reason=said.outcome.reason,
+        outcome=trajectory.outcome.kind.value,
+        reason=trajectory.outcome.reason,
         turns=[_turn(turn, reading, assigned, otherwise, span) for turn, reading, span in turns],
     )
 
@@ -141,10 +141,10 @@ def _token_stats(record: RolloutRecord, e: int, t: int) -> Sequence[TokenStats]:
     return record.readings[e][t] if record.readings else ()
 
 
-def _readings(record: RolloutRecord, e: int, t: int, said: Trajectory) -> Sequence[TokenStats]:
+def _readings(record: RolloutRecord, e: int, t: int, trajectory: Trajectory) -> Sequence[TokenStats]:
     """Token statistics of each turn, empty if not recorded."""
     found = _token_stats(record, e, t)
-    return found if len(found) == len(said.turns) else [TokenStats()] * len(said.turns)
+    return found if len(found) == len(trajectory.turns) else [TokenStats()] * len(trajectory.turns)
 
 
 def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask, span: EpisodeSpan | None) -> TurnAnswer:

@@ -100,9 +100,9 @@ def runs_table(runs: Sequence[RunRow]) -> QueryTable:
     columns = dict(table.columns)
     for name, is_number in numbers.items():
         metric = metric_of(name)
-        told = metric.help if metric else "Key of the configuration."
+        description = metric.help if metric else "Key of the configuration."
         value = f"(SELECT value FROM facts WHERE facts.run = runs.id AND facts.name = {literal(name)})"
-        columns.setdefault(name, QueryColumn("float" if is_number else "text", told, value))
+        columns.setdefault(name, QueryColumn("float" if is_number else "text", description, value))
     made = "CREATE TABLE main.facts (run TEXT, name TEXT, value, PRIMARY KEY (run, name)) WITHOUT ROWID"
     return replace(
         table,
@@ -137,13 +137,13 @@ def failures_table(failures: Sequence[RestartRow]) -> QueryTable:
 
 
 def _listing_table(
-    name: str, told: str, fields: Mapping[str, tuple[Kind, str]], rows: Iterable[Any], newest: str
+    name: str, description: str, fields: Mapping[str, tuple[Kind, str]], rows: Iterable[Any], newest: str
 ) -> QueryTable:
     """Make a table of rows with these fields, by default with the greatest of `newest` first."""
     names, values = ", ".join(f'"{field}"' for field in fields), attrgetter(*fields)
     return QueryTable(
         name=name,
-        help=told,
+        help=description,
         source=f"main.{name} AS {name}",
         key=f"{name}.rowid",
         columns={field: QueryColumn(kind, text, f'"{field}"') for field, (kind, text) in fields.items()},

@@ -83,9 +83,9 @@ class Lists:
     def _rows(self, step: int) -> Sequence[GroupRow]:
         facts = [self.groups.by_group_id.get(group_id) for group_id in self.groups.by_step.get(step, ())]
         is_written = step in self.rollouts.steps()
-        told = [_row(known, known.rewards, step, is_written) for known in facts if known and known.rewards]
-        if not is_written or (told and len(told) == len(facts)):
-            return told
+        rows = [_row(known, known.rewards, step, is_written) for known in facts if known and known.rewards]
+        if not is_written or (rows and len(rows) == len(facts)):
+            return rows
         if self._from_file[0] != step:
             self._from_file = (step, [row_of(record) for record in self.rollouts.records(step)])
         return self._from_file[1]

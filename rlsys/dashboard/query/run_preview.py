@@ -71,8 +71,8 @@ class Glimpse:
             lines = list(self._lines())
         except OSError:  # deleted just now, or not readable
             lines = []
-        told = [event for line in lines if line.startswith(_KINDS) and (event := _decode_line(line, is_row=False))]
-        for event, time_s in sorted([*rows, *told], key=lambda stamped: stamped.time_s):
+        events = [event for line in lines if line.startswith(_KINDS) and (event := _decode_line(line, is_row=False))]
+        for event, time_s in sorted([*rows, *events], key=lambda stamped: stamped.time_s):
             self.history.observe(event, time_s)
         if lines and (last := _TIME.match(lines[-1])):
             self.history.mark_active(float(last[1]))

@@ -186,13 +186,13 @@ def _by_step(readings: Readings, run: str, name: str) -> dict[int, float]:
 
 def _scores(dataset: str, found: Sequence[EvaluationRow]) -> tuple[str, ...]:
     best = max(found, key=lambda one: one.scores.get("mean") or float("-inf"))
-    told = (
+    rows = (
         _score(
             one.scores.get("mean"), one.scores.get("mean_ci95"), one.scores.get("failed_frac"), f"at step {one.step}"
         )
         for one in (found[0], best, found[-1])
     )
-    return (cut(dataset, _NAME), *told)
+    return (cut(dataset, _NAME), *rows)
 
 
 def _score(mean: float | None, ci95: float | None, failed: float | None, when: str) -> str:
@@ -233,8 +233,8 @@ def _alerts(readings: Readings, run: str) -> Iterator[Html]:
         yield h("p", name, f", open since step {alert.step}. ", cut(alert.sentence, 3 * _SENTENCE), class_="alert")
     yield _omission_note(len(opened), _MOST_ROWS, "open alerts")
     if over:
-        told = (f"{cut(one.alert.replace('_', ' '), _NAME)} in steps {one.step} to {one.until_step}" for one in over)
-        yield h("p", f"Over: {'; '.join(islice(told, _MOST_ROWS))}.", class_="muted")
+        lines = (f"{cut(one.alert.replace('_', ' '), _NAME)} in steps {one.step} to {one.until_step}" for one in over)
+        yield h("p", f"Over: {'; '.join(islice(lines, _MOST_ROWS))}.", class_="muted")
         yield _omission_note(len(over), _MOST_ROWS, "alerts that are over")
 
 

@@ -44,10 +44,10 @@ def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | 
 
     All series have the same unit. `band`: least and greatest values, drawn as an area in the background.
     """
-    told = [one for one in series if any(True for _ in _points(one))]
-    if not told:
+    with_points = [one for one in series if any(True for _ in _points(one))]
+    if not with_points:
         return Html()
-    shown = told[:_NUM_KINDS]
+    shown = with_points[:_NUM_KINDS]
     values = [value for one in [*shown, *(band or ())] for _, value in _points(one)]
     steps = [step for one in shown for step, _ in _points(one)]
     across = _Scale(*_apart(min(steps), max(steps)), _LEFT, _WIDTH - _RIGHT)
@@ -61,7 +61,7 @@ def plot(title: str, series: Sequence[Series], *, band: tuple[Series, Series] | 
         role="img",
         aria_label=f"{title}: " + "; ".join(_series_caption(one) for one in shown),
     )
-    more = f"{len(told) - len(shown)} more lines are not shown" if len(told) > len(shown) else None
+    more = f"{len(with_points) - len(shown)} more lines are not shown" if len(with_points) > len(shown) else None
     lines = (h("li", _swatch(i), h("span", _series_caption(one))) for i, one in enumerate(shown))
     legend = h("ul", *lines, h("li", more) if more else None)
     caption = h("figcaption", h("h3", title), h("p", note, class_="muted") if note else None)

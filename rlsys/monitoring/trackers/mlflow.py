@@ -63,9 +63,9 @@ class MLflowRun:
     def begin(self, config: Mapping[str, Any]) -> None:
         """Log each key of the configuration, and all of it as a file, because a logged parameter cannot change."""
         self._client.update_run(self._id, status="RUNNING")
-        told = self._client.get_run(self._id).data.params
+        stored_params = self._client.get_run(self._id).data.params
         named = {_allowed_name(key): str(value)[:_LONGEST_PARAM] for key, value in leaves(config)}
-        params = [self._entities.Param(key, value) for key, value in named.items() if key not in told]
+        params = [self._entities.Param(key, value) for key, value in named.items() if key not in stored_params]
         for start in range(0, len(params), _PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_ONCE])
         self._client.log_dict(self._id, dict(config), "config.yaml")

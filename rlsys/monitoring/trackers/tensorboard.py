@@ -81,8 +81,8 @@ class EventFile:
     def _summarise(self, step: int, values: list[_Message]) -> None:
         self._write(step=step, summary=self._summary(value=values))
 
-    def _write(self, **told: object) -> None:
-        event = self._event.Event(wall_time=time.time(), **told)
+    def _write(self, **fields: object) -> None:
+        event = self._event.Event(wall_time=time.time(), **fields)
         self._records.write(event.SerializeToString())
         self._records.flush()
 
