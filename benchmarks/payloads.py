@@ -91,8 +91,8 @@ def round_trip_s(value: object, times: int = 50) -> float:
 
 
 def recording(size: Size) -> Mapping[str, float]:
-    """Time what the learner does for a file of rollouts, and what the recorder does."""
-    from rlsys.replay.recorded_rollouts import write_rollouts
+    """Time what the learner does for a rollout file, and what the recorder does."""
+    from rlsys.replay.recorded_rollouts import write_records
     from rlsys.replay.rollout_log import RolloutRecord
     from workers.train.token_columns import Reader, Speller, TokenColumns
 
@@ -122,7 +122,7 @@ def recording(size: Size) -> Mapping[str, float]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step_000001.parquet")
-        write_rollouts(path, map(record, range(num_groups)))
+        write_records(path, map(record, range(num_groups)))
         record_s, num_bytes = time.perf_counter() - began, path.stat().st_size
     total = num_tokens * num_groups * GROUP
     return {"record_stall": stall_s / STEP_S, "record_s": record_s, "record_bytes_per_token": num_bytes / total}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak [--groups 20000 | --quick | --short]
 
-The tiny sorter with a KL reference, two rollout replicas, checkpoints, evaluations and files of rollouts, on a local
+The tiny sorter with a KL reference, two rollout replicas, checkpoints, evaluations and rollout files, on a local
 cluster, with `max_staleness` 2. Forty samples are taken. `growth` compares the median of the last quarter with that of
 the second; the first is left out, because allocators and caches fill in it. Memory is what is private to the processes
 (USS), in MB. `broken` names each figure that grew by more than 5 %, and by more than two. `left_behind` names processes

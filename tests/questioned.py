@@ -26,7 +26,7 @@ from rlsys.monitoring.events import (
     StepDone,
     WorkerFailed,
 )
-from rlsys.replay.recorded_rollouts import write_rollouts
+from rlsys.replay.recorded_rollouts import write_records
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import Episode, GroupKey, Message, Outcome, OutcomeKind, Task, Trajectory
 from tests.histories import History, Shape
@@ -120,7 +120,7 @@ def _train(history: History, step: int) -> None:
         history.emit(GroupScored(group_id, task, tuple(episode.reward for episode in episodes), failures))
     if step % 10 == 0:
         path = history.folder / "rollouts" / f"step_{step:06}.parquet"
-        write_rollouts(path, [_record(step, g, task, played[g]) for g, task in groups.items()])
+        write_records(path, [_record(step, g, task, played[g]) for g, task in groups.items()])
         history.emit(RolloutsWritten(step, str(path)))
     every = [episode for episodes in played.values() for episode in episodes]
     rewards = [episode.reward for episode in every if episode.reward is not None]
@@ -159,7 +159,7 @@ def _evaluate(history: History, step: int) -> None:
     for place, reward in enumerate(rewards):
         outcome = Outcome(OutcomeKind.OK) if reward is not None else Outcome(OutcomeKind.FAILED, EXCEPTION)
         records.append(_record(step, place, f"held-{place}", [_Episode("The answer is 1", 20, reward, outcome)]))
-    write_rollouts(history.folder / f"evaluations/held_out/step_{step:06}.parquet", records)
+    write_records(history.folder / f"evaluations/held_out/step_{step:06}.parquet", records)
     num_failed = rewards.count(None)
     metrics = {"eval/held_out/mean": 0.75, "eval/held_out/failed_frac": num_failed / 4}
     history.emit(EvalDone(step, "held_out", "", 4.0, metrics, {EXCEPTION: float(num_failed)} if num_failed else {}))

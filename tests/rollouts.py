@@ -1,4 +1,4 @@
-"""Files of rollouts made by hand, for tests of what reads them."""
+"""Rollout files made by hand, for tests of what reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 import pyarrow.parquet as pq
 
 from rlsys.algorithm import TrajectoryAdvantage
-from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_records, write_records
 from rlsys.replay.rollout_log import RolloutRecord, as_plain, decoder_of
 from rlsys.types import Episode, GroupKey, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
 
@@ -29,7 +29,7 @@ def said(text: str, num_tokens: int) -> Turn:
 
 
 def rollouts(path: Path, rewards: Sequence[float | None], step: int = 10) -> Path:
-    """A file of rollouts: two episodes a group, one turn each."""
+    """A rollout file: two episodes a group, one turn each."""
 
     def episode(reward: float | None) -> Episode:
         turn = said(f"it is {reward}", 2)
@@ -44,13 +44,13 @@ def rollouts(path: Path, rewards: Sequence[float | None], step: int = 10) -> Pat
             step, GroupKey(group_id, 1), task, "rollout-0", 0, pair, (TrajectoryAdvantage(1, 0, 0.5),), ({}, {})
         )
 
-    write_rollouts(path, map(record, range(len(rewards) // 2)))
+    write_records(path, map(record, range(len(rewards) // 2)))
     return path
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The groups of a file, as JSON."""
-    return list(map(_line_of, read_rollouts(path)))
+    return list(map(_line_of, read_records(path)))
 
 
 def _line_of(record: RolloutRecord) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write groups that are given as JSON."""
     decode = decoder_of(RolloutRecord)
     rows = (orjson.loads(orjson.dumps(line)) for line in lines)
-    write_rollouts(path, [decode({**row, "key": GroupKey(row["group_id"], 0)}) for row in rows])
+    write_records(path, [decode({**row, "key": GroupKey(row["group_id"], 0)}) for row in rows])
 
 
 def damage(path: Path, *places: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlsys.monitoring.events import AlertRaised
 from rlsys.monitoring.metric_catalog import METRICS, Named, parse_metric
-from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, TrackerPlugin
+from rlsys.monitoring.tracker import EndReason, RunFacts, TrackedEpisode, TrackerPlugin
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
@@ -41,7 +41,7 @@ class Gauges:
             found = parse_metric(name) or Named(name, {})
             self._gauge(found).set(float(value), {**self._labels, **found.labels})
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[TrackedEpisode]) -> None:
         """Do nothing: a gauge has no text."""
 
     def alert(self, alert: AlertRaised) -> None:

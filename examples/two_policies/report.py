@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from examples.two_policies.play import NUM_DIGITS
-from rlsys.replay.recorded_rollouts import read_rollouts, rollout_paths
+from rlsys.replay.recorded_rollouts import read_records, rollout_paths
 from rlsys.types import Episode
 
 NUM_STEPS = 5
@@ -44,5 +44,5 @@ if __name__ == "__main__":
     parser.add_argument("run", type=Path)
     paths = rollout_paths(parser.parse_args().run / "policies" / "proposer")
     for name, end in (("first", paths[:NUM_STEPS]), ("last", paths[-NUM_STEPS:])):
-        share = share_of([e for path in end for record in read_rollouts(path) for e in record.episodes])
+        share = share_of([e for path in end for record in read_records(path) for e in record.episodes])
         print(f"{name:5} {NUM_STEPS} steps: {share.proper:.2f} proper tasks, {share.right:.2f} of them solved")

@@ -337,7 +337,7 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
 def stop_here(step: int, plan: BatchPlan, groups: Sequence[RolloutRecord], backend: FsdpBackend) -> None:
     """Open the debugger; its command `c` continues and trains `step`.
 
-    `plan` assigns samples to micro-batches, `groups` are the recorded rollouts, `backend` is the policy.
+    `plan` assigns samples to micro-batches, `groups` are the rollout records, `backend` is the policy.
     """
     pdb.set_trace()  # not `breakpoint`: Ray replaces it once it was started
 

@@ -26,7 +26,7 @@ from rlsys.loop.recovery import Recovery
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_watcher import ReplicaWatcher
-from rlsys.loop.rollout_records import RolloutRecords
+from rlsys.loop.rollout_records import RolloutWriter
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.saver import Saver
 from rlsys.loop.step_metrics import StepClock
@@ -123,9 +123,9 @@ def _checkpoints_of(config: Config) -> Checkpoints:
     return Checkpoints(folder, saves.every, saves.keep_last, saves.every_s, best_of(config))
 
 
-def _records_of(config: Config, workers: Workers, events: Events) -> RolloutRecords:
+def _records_of(config: Config, workers: Workers, events: Events) -> RolloutWriter:
     record, folder = config.record, config.run_dir / "rollouts"
-    return RolloutRecords(workers.actor, events, folder, record.rollouts_every)
+    return RolloutWriter(workers.actor, events, folder, record.rollouts_every)
 
 
 def evaluator_of(

@@ -18,8 +18,8 @@ MOST_UNWRITTEN = 4
 
 
 @dataclass
-class RolloutRecords:
-    """The files of rollouts of a run, one per step that is due."""
+class RolloutWriter:
+    """The rollout files of a run, one per step that is due."""
 
     actor: Actor
     events: Events
@@ -67,7 +67,7 @@ class RolloutRecords:
 
 
 async def is_written(path: Path, written: Awaitable[None], events: Events) -> bool:
-    """Wait for a file of rollouts. Returns False, after an event with the reason, if it could not be written: the run
+    """Wait for a rollout file. Returns False, after an event with the reason, if it could not be written: the run
     goes on without it."""
     try:
         await written

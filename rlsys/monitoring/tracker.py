@@ -60,8 +60,8 @@ class RunFacts:
         return json.loads(path.read_text())["id"]
 
 
-class RolloutRow(NamedTuple):
-    """One episode in a table of rollouts."""
+class TrackedEpisode(NamedTuple):
+    """One episode of a rollout record, as a row of a tracker's table."""
 
     step: int
     task_id: str
@@ -87,7 +87,7 @@ class Tracker(Protocol):
         """Log the metrics of a training step, or of an evaluation, which may arrive after later steps. A resumed run
         may repeat a step; the later values replace the earlier ones."""
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[TrackedEpisode]) -> None:
         """Log episodes of a step, sorted by reward."""
 
     def alert(self, alert: AlertRaised) -> None:

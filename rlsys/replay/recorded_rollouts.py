@@ -50,7 +50,7 @@ def rollout_path(run: Path, step: int) -> Path:
 
 
 def step_in(name: str) -> int | None:
-    """Return the step of a file of rollouts by its name; None for another file."""
+    """Return the step of a rollout file by its name; None for another file."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -65,7 +65,7 @@ def rollout_paths(run: Path) -> list[Path]:
 # -------------------------------------------------------------------------------------------------------------- write
 
 
-def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
+def write_records(path: Path, records: Iterable[RolloutRecord]) -> None:
     """Write the records of one step, which have the same columns. The file appears whole."""
     import pyarrow.parquet as pq
 
@@ -220,17 +220,17 @@ def _json(value: object) -> str:
 # --------------------------------------------------------------------------------------------------------------- read
 
 
-def read_rollouts(path: Path) -> list[RolloutRecord]:
-    """Read a file of rollouts. Raises `DataError` if it is none, or damaged, and `OSError`."""
-    file = RolloutTable(path)
+def read_records(path: Path) -> list[RolloutRecord]:
+    """Read a rollout file. Raises `DataError` if it is none, or damaged, and `OSError`."""
+    file = RolloutFile(path)
     return [file.record(place) for place in range(len(file.group_ids))]
 
 
-class RolloutTable:
-    """A file of rollouts, of which only the groups that are asked for are decoded."""
+class RolloutFile:
+    """A rollout file, of which only the groups that are asked for are decoded."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raises `DataError` if it is no file of rollouts, and `OSError`."""
+        """Open a file. Raises `DataError` if it is no rollout file, and `OSError`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -244,7 +244,7 @@ class RolloutTable:
         metadata = self._file.metadata
         own_format = int((metadata.metadata or {}).get(_FORMAT, 0))
         if own_format != ROLLOUT_FORMAT:
-            raise DataError(f"{path}: not a file of rollouts of this version of rlsys: its format is {own_format}")
+            raise DataError(f"{path}: not a rollout file of this version of rlsys: its format is {own_format}")
         groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
         at = self._file.schema_arrow.get_field_index("group_id")
         self.group_ids = [group.column(at).statistics.min for group in groups]
@@ -260,7 +260,7 @@ class RolloutTable:
             raise self._problem(error) from error
 
     def _problem(self, error: Exception) -> DataError:
-        return DataError(f"{self._path}: not a file of rollouts of this version of rlsys, or damaged: {error!r}")
+        return DataError(f"{self._path}: not a rollout file of this version of rlsys, or damaged: {error!r}")
 
 
 def _record(rows: pa.Table) -> RolloutRecord:

@@ -16,7 +16,7 @@ import orjson
 from rlsys.errors import DataError
 from rlsys.loop.checkpoint import newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
-from rlsys.replay.recorded_rollouts import read_rollouts, rollout_path
+from rlsys.replay.recorded_rollouts import read_records, rollout_path
 from rlsys.replay.rollout_log import RolloutRecord, decoder_of
 from rlsys.types import PolicyVersion
 
@@ -99,7 +99,7 @@ class RecordedSteps:
     def rollouts(self, step: int) -> list[RolloutRecord]:
         """Trained rollouts of a step, in order. Raises `DataError` for a file that does not match the recorded step."""
         path, group_ids = self._path(step), self.history.ends[step].group_ids
-        records = read_rollouts(path)
+        records = read_records(path)
         found = tuple(record.key.group_id for record in records)
         if not records or any(record.step != step for record in records) or group_ids != found:
             raise DataError(

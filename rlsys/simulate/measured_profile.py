@@ -20,7 +20,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.loop.build_driver import CONSTANTS
 from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted
-from rlsys.replay.recorded_rollouts import read_rollouts, rollout_paths
+from rlsys.replay.recorded_rollouts import read_records, rollout_paths
 from rlsys.replay.rollout_log import decoder_of
 from rlsys.types import Episode
 
@@ -29,7 +29,7 @@ KINDS = {event.kind: event for event in (GroupRolledOut, StepDone, WeightsPublis
 TABLE = 50
 """Most numbers of a distribution that are written."""
 FILES = 20
-"""Newest files of rollouts that are read."""
+"""Newest rollout files that are read."""
 SLICES = 60
 """Parts of the time of a replica in which its speed is measured."""
 
@@ -111,7 +111,7 @@ def measured_profile(run: Path) -> str:
         raise ConfigError(f"{run} is no run directory: it has no config.resolved.yaml")
     turns = Turns()
     for file in rollout_paths(run)[-FILES:]:
-        for record in read_rollouts(file):
+        for record in read_records(file):
             for episode in record.episodes:
                 turns.add(episode)
     if not turns.prompts:

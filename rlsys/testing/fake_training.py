@@ -14,7 +14,7 @@ from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.loop.checkpoint import copy_and_write
-from rlsys.replay.recorded_rollouts import write_rollouts
+from rlsys.replay.recorded_rollouts import write_records
 from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.testing.fake_pools import now
 from rlsys.testing.world_state import WorldState
@@ -242,7 +242,7 @@ class FakeRecording:
 
     async def write_copy(self) -> None:
         records = [RolloutRecord.of(self.step, o.task, o.group, _payload(o.group), o.assigned) for o in self.trained]
-        write_rollouts(self.path, records)
+        write_records(self.path, records)
 
 
 class FakeCritic(_FakeModel):

@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.monitoring.events import EvalDone
 from rlsys.monitoring.machine_samples import MachineSample
-from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_records, write_records
 from rlsys.types import EpisodeSpan
 from tests.browser.conftest import NARROW, shown
 from tests.browser.onpage import rows_of, see
@@ -36,10 +36,10 @@ def rich(folder: Path) -> str:
     history.end("finished")
     rollouts(history.folder / "evaluations/held_out/step_000003.parquet", (1.0, 0.0, None, 1.0), step=3)
     path = history.folder / "rollouts/step_000003.parquet"
-    records = read_rollouts(path)
+    records = read_records(path)
     spans = (EpisodeSpan("turn", "", 0, 0.25, 1.5), EpisodeSpan("tool", "search", 0, 1.75, 2.0))
     timed = replace(records[0].episodes[0], began_s=BEGIN_S, spans=spans)
-    write_rollouts(path, [replace(records[0], episodes=(timed, *records[0].episodes[1:])), *records[1:]])
+    write_records(path, [replace(records[0], episodes=(timed, *records[0].episodes[1:])), *records[1:]])
     (history.folder / "logs").mkdir(exist_ok=True)
     (history.folder / "machine").mkdir(exist_ok=True)
     (history.folder / "logs" / "actor.log").write_text("INFO loading\nWARNING slow disk\nERROR CUDA out of memory\n")

@@ -17,7 +17,7 @@ from rlsys.batch.packing import plan_batch
 from rlsys.contracts import Arrival, PinnedRollouts, Replacement, Rewards, Rollouts, TrainedGroup, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.loop.checkpoint import copy_and_write
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, GroupKey, Task, Turn
 from tests.groups import num_ok, report_of
@@ -162,7 +162,7 @@ async def turns_of(kit: Kit, group: Group, folder: Path) -> list[Turn]:
     """What was said in a group, as its record shows."""
     path = folder / f"{group.replica}-{group.group_id}.parquet"
     await copy_and_write(kit.workers.actor.record(path, 1, [TrainedGroup(0, TASK, group, ())]))
-    (record,) = read_rollouts(path)
+    (record,) = read_records(path)
     return [replace(t, versions=()) for e in record.episodes for j in e.trajectories for t in j.turns]
 
 

@@ -10,7 +10,7 @@ import pytest
 from rlsys import train
 from rlsys.errors import CheckpointError, ConfigError, RunAborted
 from rlsys.loop.checkpoint import find_latest
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from rlsys.types import OutcomeKind
 from tests.jobs import config_of, keys_of
 from tests.ray.commands import Ended, rlsys
@@ -124,7 +124,7 @@ def test_a_failing_judge_drops_only_its_groups_with_the_reason(model_path, data_
     overrides = [f"reward.fn={judge_in(tmp_path)}", "reward.timeout_s=1", "reward.processes=4", "run.steps=8"]
     config = config_of(model_path, data_path, tmp_path, overrides)
     assert train(config, progress=False).steps == 8
-    records = [r for p in (config.run_dir / "rollouts").iterdir() for r in read_rollouts(p)]
+    records = [r for p in (config.run_dir / "rollouts").iterdir() for r in read_records(p)]
     assert len(records) == 8 * 4
     assert not [r for r in records if str(r.task.prompt)[0] in "01234"]
     assert all(t.outcome.kind is not OutcomeKind.FAILED for r in records for e in r.episodes for t in e.trajectories)

@@ -12,7 +12,7 @@ import pytest
 from rlsys import train
 from rlsys.config import Config
 from rlsys.errors import WorkerDied
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from rlsys.types import Assignment, Episode, GroupKey, Task
 from tests.jobs import config_of
 from workers.worker_set import WorkerSet
@@ -35,7 +35,7 @@ def rows(path: Path) -> list[dict]:
 
 def trained_by(run: Path) -> list[tuple[int, Episode]]:
     """Serial and episodes of all that a policy trained."""
-    records = [record for path in sorted((run / "rollouts").iterdir()) for record in read_rollouts(path)]
+    records = [record for path in sorted((run / "rollouts").iterdir()) for record in read_records(path)]
     return [(record.key.group_id, episode) for record in records for episode in record.episodes]
 
 

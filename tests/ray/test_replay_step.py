@@ -12,7 +12,7 @@ import pytest
 
 from rlsys import train
 from rlsys.launch import replay_step
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from tests.families import tiny
 from tests.jobs import config_of
 from tests.models import save_model
@@ -54,7 +54,7 @@ def test_a_critic_with_two_updates_a_step_replays_equally(model_path, data_path,
     assert "critic/explained_variance" in {each.what for each in found.metrics}
     readings = [
         (turn, reading)
-        for record in read_rollouts(run / "rollouts" / "step_000003.parquet")
+        for record in read_records(run / "rollouts" / "step_000003.parquet")
         for episode, of_episode in zip(record.episodes, record.readings, strict=True)
         for turn, reading in zip(episode.trajectories[0].turns, of_episode[0], strict=True)
     ]
@@ -78,6 +78,6 @@ def test_experts_that_the_engine_chose_are_trained_and_replayed(data_path, tmp_p
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["sampler/experts_recorded"] for row in rows] == [1.0, 1.0]
     assert max(row["sampler/experts_differ"] for row in rows) < 0.05
-    (turn,) = read_rollouts(run / "rollouts" / "step_000002.parquet")[0].episodes[0].trajectories[0].turns
+    (turn,) = read_records(run / "rollouts" / "step_000002.parquet")[0].episodes[0].trajectories[0].turns
     assert len(turn.routing) == len(turn.output_ids)
     assert replay_step(run, 2).is_equal

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 import rlsys
 from benchmarks.measure import rows_of
 from examples.tiny_policy import build_tokenizer
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from tests.jobs import config_of
 
 
@@ -39,7 +39,7 @@ def test_functions_and_a_model_make_one_reward(cluster, model_path, data_path, c
     total = 2 * by_part["digits"] + by_part["any"] + 0.5 * by_part["model"]
     assert metrics["reward/mean"] == pytest.approx(total)
     (path,) = (tmp_path / "run" / "rollouts").glob("*.parquet")
-    for record in read_rollouts(path):
+    for record in read_records(path):
         for episode, parts in zip(record.episodes, record.parts, strict=True):
             value = 2 * parts["digits"] + parts["any"] + 0.5 * parts["model"]
             assert episode.trajectories[0].reward == pytest.approx(value)

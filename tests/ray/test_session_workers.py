@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlsys import train
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from tests.jobs import config_of
 
 
@@ -15,7 +15,7 @@ def processes_of(run: Path) -> dict[str, set[float | None]]:
     """Ids of the processes in which sessions ran, by the replica that sampled most."""
     found: dict[str, set[float | None]] = {}
     for path in sorted((run / "rollouts").iterdir()):
-        for record in read_rollouts(path):
+        for record in read_records(path):
             rewards = {episode.trajectories[0].reward for episode in record.episodes}
             found.setdefault(record.replica, set()).update(rewards)
     return found

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import CheckpointError, ConfigError, ModelError, RunAborted
 from rlsys.monitoring.metric_catalog import undocumented_names
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from tests.hub_server import TOKEN, serving_hub
 from tests.jobs import config_of
 from tests.models import tiny_sorter
@@ -61,7 +61,7 @@ def test_a_run_leaves_everything_a_person_needs_in_its_folder(whole_run):
     kinds = [row["kind"] for row in rows_of(whole_run, "events.jsonl")]
     assert kinds[-1] == "run_ended"
     assert kinds.count("checkpoint_saved") == 4
-    records = read_rollouts(whole_run / "rollouts" / "step_000001.parquet")
+    records = read_records(whole_run / "rollouts" / "step_000001.parquet")
     assert len(records) == 4
     assert all(len(r.episodes) == 4 for r in records)
     assert (whole_run / "logs" / "ray").is_dir()
@@ -152,7 +152,7 @@ def test_copies_replace_a_lost_folder_and_start_another_run(whole_run, model_pat
 
 def said(path: Path) -> list[object]:
     """What a step trained: tasks, tokens, logprobs, rewards."""
-    return [(r.key.group_id, r.task, r.episodes, r.advantages) for r in read_rollouts(path)]
+    return [(r.key.group_id, r.task, r.episodes, r.advantages) for r in read_records(path)]
 
 
 def test_two_ranks_train_the_weights_of_one(whole_run, model_path, data_path, tmp_path):
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_measured_the_same_as_during_training(model_path, data_p
         assert again.num_tasks == num_tasks
         assert 0 < again.mean < 1
         episodes = [
-            e for r in read_rollouts(config.run_dir / f"evaluations/{name}/step_000004.parquet") for e in r.episodes
+            e for r in read_records(config.run_dir / f"evaluations/{name}/step_000004.parquet") for e in r.episodes
         ]
         rewards = [episode.trajectories[0].reward for episode in episodes]
         assert len(episodes) == 4 * num_tasks and fmean(r for r in rewards if r is not None) == pytest.approx(
@@ -265,7 +265,7 @@ def test_staleness_stays_bounded_and_every_token_has_a_version(model_path, data_
         metrics = rows_of(config.run_dir, "metrics.jsonl")
         assert max(row["async/staleness_max"] for row in metrics) <= 2
         assert metrics[-1]["async/dropped"] == 0
-        records = [r for p in (config.run_dir / "rollouts").iterdir() for r in read_rollouts(p)]
+        records = [r for p in (config.run_dir / "rollouts").iterdir() for r in read_records(p)]
         turns = [t for r in records for e in r.episodes for j in e.trajectories for t in j.turns]
         assert all(sum(s.num_tokens for s in t.versions) == len(t.output_ids) for t in turns)
         if change == "between":

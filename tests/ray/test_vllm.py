@@ -10,7 +10,7 @@ import pytest
 import rlsys
 from examples.tiny_policy import build_tokenizer
 from rlsys.errors import ModelError
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from tests.jobs import config_of
 from tests.models import tiny_sorter
 from tests.vllm_servers import vllm_server
@@ -55,7 +55,7 @@ def test_sampler_and_trainer_logprobs_match_after_inflight_weight_changes(cluste
     versions = {
         span.version
         for path in (tmp_path / "run" / "rollouts").glob("*.parquet")
-        for record in read_rollouts(path)
+        for record in read_records(path)
         for episode in record.episodes
         for span in episode.trajectories[0].turns[0].versions
     }

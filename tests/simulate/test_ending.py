@@ -101,7 +101,7 @@ def saved_step(folder: Path) -> int | None:
         (StuckWorld(call="save", after=9, stuck_s=STOPPED_AT_S), 3, STOPPED_AT_S),
         (StuckWorld(call="record", after=9), 3, STOP_S),
     ],
-    ids=["groups", "rewards", "the data of a step", "training", "a publish", "a checkpoint", "a file of rollouts"],
+    ids=["groups", "rewards", "the data of a step", "training", "a publish", "a checkpoint", "a rollout file"],
 )
 def test_a_stopped_run_saves_from_every_wait(tmp_path: Path, world: StuckWorld, step: int, within_s: float):
     recorder = EventRecorder()

@@ -21,7 +21,7 @@ from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.monitoring.events import EvalDone, Event, FileSkipped, StepDone, WorkerRestarted
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from rlsys.testing import (
     EventRecorder,
     FakePinnedRollouts,
@@ -178,7 +178,7 @@ def test_the_samples_of_every_evaluation_are_kept_with_their_failures(tmp_path):
     driver.evaluation.record = driver.workers.actor.record_evaluated
     run_virtual(driver.run(0))
     for done in recorder.of(EvalDone):
-        records = read_rollouts(tmp_path / "evaluations" / done.dataset / f"step_{done.step:06d}.parquet")
+        records = read_records(tmp_path / "evaluations" / done.dataset / f"step_{done.step:06d}.parquet")
         assert [record.task.id for record in records] == [f"task-{i}" for i in range(NUM_TASKS[done.dataset])]
         outcomes = [e.trajectories[0].outcome for record in records for e in record.episodes]
         assert sum(outcome.is_failed for outcome in outcomes) / len(outcomes) == 0.5

@@ -32,7 +32,7 @@ from rlsys.monitoring.events import (
     WorkerBusy,
 )
 from rlsys.monitoring.metric_catalog import undocumented_names
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeRollouts, FakeWorld, Fault, run_virtual
 from rlsys.types import EngineStats, Group, Ref, ReplicaLoad
 from rlsys.weight_sync.sync import WeightSync
@@ -186,7 +186,7 @@ def test_a_step_whose_rollouts_are_written_says_where(tmp_path):
     written = told.of(RolloutsWritten)
     assert [e.step for e in written] == [2, 4]
     group_ids = {step.step: step.group_ids for step in told.of(StepDone)}
-    assert [tuple(r.group.group_id for r in read_rollouts(Path(e.path))) for e in written] == [
+    assert [tuple(r.group.group_id for r in read_records(Path(e.path))) for e in written] == [
         group_ids[2],
         group_ids[4],
     ]

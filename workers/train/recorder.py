@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlsys.contracts import TrainedGroup
 from rlsys.errors import CheckpointError
-from rlsys.replay.recorded_rollouts import write_rollouts
+from rlsys.replay.recorded_rollouts import write_records
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.util.deadlines import remote
 from workers.ray.call_stream import Parcel
@@ -18,7 +18,7 @@ from workers.train.token_columns import Reader, Speller, TokenColumns
 
 
 class Recorder:
-    """Writes files of rollouts for one policy."""
+    """Writes rollout files for one policy."""
 
     def __init__(self, model_path: str) -> None:
         """`model_path` has the tokenizer that spells tokens."""
@@ -50,6 +50,6 @@ class Recorder:
                 yield replace(record, columns=by_kind, readings=reader.read(own.place, record))
 
         try:
-            write_rollouts(path, records())
+            write_records(path, records())
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error

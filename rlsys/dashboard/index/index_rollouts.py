@@ -1,4 +1,4 @@
-"""Rows of the index from files of rollouts, with the columns that lists show and without numbers by token."""
+"""Rows of the index from rollout files, with the columns that lists show and without numbers by token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class IndexedFile(NamedTuple):
 
 
 def indexed_file(path: Path) -> IndexedFile:
-    """Read a file of rollouts. Raises `OSError`; of a damaged file, the groups that can be read."""
+    """Read a rollout file. Raises `OSError`; of a damaged file, the groups that can be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -24,7 +24,7 @@ from rlsys.replay.recorded_rollouts import step_in
 _PART_BYTES = 2**22
 """Bytes of lines in a transaction."""
 _PART_S = 0.3
-"""Seconds of reading files of rollouts for a transaction."""
+"""Seconds of reading rollout files for a transaction."""
 _HEAD_BYTES = 256
 """First bytes of a file of lines, which tell it from another file of its name."""
 _LOG, _BEFORE = ".log", ".1"
@@ -55,7 +55,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """File of rollouts."""
+    """Rollout file."""
 
     name: str
     """Its path in the run's folder."""
@@ -204,13 +204,13 @@ class IndexWriter:
         execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", (columns["prompt_id"], episode.prompt))
 
     def _forget(self, name: str) -> None:
-        """Delete the rows of a file of rollouts."""
+        """Delete the rows of a rollout file."""
         self._connection.execute("DELETE FROM answers WHERE id IN (SELECT id FROM episodes WHERE file = ?)", (name,))
         self._connection.execute("DELETE FROM episodes WHERE file = ?", (name,))
         self._connection.execute("DELETE FROM files WHERE path = ?", (name,))
 
     def _rollout_files(self) -> Iterator[_Listed]:
-        """Files of rollouts, of training and of evaluations; none that leads out of the served folder."""
+        """Rollout files, of training and of evaluations; none that leads out of the served folder."""
         run = self._folder.path
         folders = [("rollouts", "")]
         folders += [(f"evaluations/{e.name}", e.name) for e in _entries(run / "evaluations") if e.is_dir()]

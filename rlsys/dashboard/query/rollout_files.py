@@ -1,4 +1,4 @@
-"""Files of rollouts, one per step, of training or of an evaluation. Only the requested group is decoded."""
+"""Rollout files, one per step, of training or of an evaluation. Only the requested group is decoded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index.folders import RunFolder, as_text
 from rlsys.errors import DataError
-from rlsys.replay.recorded_rollouts import RolloutTable, step_in
+from rlsys.replay.recorded_rollouts import RolloutFile, step_in
 from rlsys.replay.rollout_log import RolloutRecord
 
 _TICK_NS = 2_000_000_000
@@ -100,9 +100,9 @@ class RolloutFiles:
             self._corrupt.add((step, place))
             raise NoSuch(f"group {group_id} of step {step} cannot be read: {error}") from error
 
-    def _open_table(self, step: int) -> RolloutTable:
+    def _open_table(self, step: int) -> RolloutFile:
         try:
-            return RolloutTable(self._path(step))
+            return RolloutFile(self._path(step))
         except OSError:  # deleted just now, or not readable
             self._missing(step)
         except DataError as error:

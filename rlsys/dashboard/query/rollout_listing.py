@@ -30,7 +30,7 @@ class ScoredGroup(NamedTuple):
 @dataclass
 class Lists:
     """Lists of one run. Rows are built from events, which cover every step. If events lack groups, rows are built from
-    files of rollouts, which may skip steps."""
+    rollout files, which may skip steps."""
 
     groups: Groups
     rollouts: RolloutFiles

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import AfterValidator
 
 from rlsys.monitoring.events import AlertRaised
-from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker
+from rlsys.monitoring.tracker import EndReason, RunFacts, StepTracker, TrackedEpisode
 from rlsys.util.leaves import leaves
 
 _Client: TypeAlias = Any
@@ -78,9 +78,9 @@ class MLflowRun:
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[TrackedEpisode]) -> None:
         """Write the file `rollouts/step_N.json`."""
-        table = {"columns": RolloutRow._fields, "data": rows}
+        table = {"columns": TrackedEpisode._fields, "data": rows}
         self._client.log_dict(self._id, table, f"rollouts/step_{step}.json")
 
     def alert(self, alert: AlertRaised) -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 from rlsys.errors import DataError
 from rlsys.monitoring.events import AlertRaised, EvalDone, Event, RolloutsWritten, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.metric_catalog import rename_metrics
-from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, Tracker, TrackerPlugin
+from rlsys.monitoring.tracker import EndReason, RunFacts, TrackedEpisode, Tracker, TrackerPlugin
 from rlsys.util.printing import printable
 
 LONGEST = 10_000
@@ -33,7 +33,7 @@ class InThread:
 
     The bus only appends to a queue. A full queue drops its oldest event, so memory stays flat while the tracker hangs.
     A tracker that raises loses this event and gets the next one; only its first error is written to stderr. One that
-    cannot start is off. An unreadable file of rollouts costs the table of its step; only the first one is reported. The
+    cannot start is off. An unreadable rollout file costs the table of its step; only the first one is reported. The
     tracker starts when training begins: a run that fails before that leaves nothing behind.
     """
 
@@ -120,7 +120,7 @@ class InThread:
             case RunEnded():
                 tracker.close(cast("EndReason", event.reason))
 
-    def _rows(self, written: RolloutsWritten) -> list[RolloutRow] | None:
+    def _rows(self, written: RolloutsWritten) -> list[TrackedEpisode] | None:
         """Table of a step; None if the tracker wants none, or the file cannot be read."""
         most = self._plugin.num_rows(written.step)
         try:
@@ -135,8 +135,8 @@ class InThread:
         sys.stderr.write(printable(f"rlsys: the tracker {self._name} {what}\n"))
 
 
-def sample_rows(path: Path, most: int) -> list[RolloutRow]:
-    """Sample at most `most` episodes of a file of rollouts, evenly from the lowest reward to the highest.
+def sample_rows(path: Path, most: int) -> list[TrackedEpisode]:
+    """Sample at most `most` episodes of a rollout file, evenly from the lowest reward to the highest.
 
     Episodes without a reward come first. Raises `OSError`, and `DataError` for a file that has no rollouts.
     """
@@ -144,14 +144,14 @@ def sample_rows(path: Path, most: int) -> list[RolloutRow]:
     import pyarrow.parquet as pq
 
     try:
-        rows: list[Any] = pq.read_table(BytesIO(path.read_bytes()), columns=list(RolloutRow._fields)).to_pylist()
+        rows: list[Any] = pq.read_table(BytesIO(path.read_bytes()), columns=list(TrackedEpisode._fields)).to_pylist()
     except (pa.ArrowException, KeyError) as error:
-        raise DataError(f"{path} is no file of rollouts, or damaged: {error!r}") from error
+        raise DataError(f"{path} is no rollout file, or damaged: {error!r}") from error
     rows.sort(key=lambda row: (row["reward"] is not None, row["reward"], row["group_id"], row["episode"]))
     last = len(rows) - 1
     if len(rows) > most:
         rows = [rows[round(place * last / max(most - 1, 1))] for place in range(most)]
-    return [RolloutRow(**row)._replace(prompt=_cut(row["prompt"]), text=_cut(row["text"])) for row in rows]
+    return [TrackedEpisode(**row)._replace(prompt=_cut(row["prompt"]), text=_cut(row["text"])) for row in rows]
 
 
 def _cut(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rlsys.monitoring.events import AlertRaised
 from rlsys.monitoring.metric_catalog import alias
-from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker
+from rlsys.monitoring.tracker import EndReason, RunFacts, StepTracker, TrackedEpisode
 
 if TYPE_CHECKING:
     import wandb
@@ -76,11 +76,11 @@ class WandBRun:
         """Log one row of the history."""
         self._run.log({**values, self._step_name: step})
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[TrackedEpisode]) -> None:
         """Log a table, `rollouts`."""
         import wandb
 
-        table = wandb.Table(columns=[*RolloutRow._fields], data=[list(row) for row in rows])
+        table = wandb.Table(columns=[*TrackedEpisode._fields], data=[list(row) for row in rows])
         self._run.log({"rollouts": table, self._step_name: step})
 
     def alert(self, alert: AlertRaised) -> None:

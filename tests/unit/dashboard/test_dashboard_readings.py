@@ -38,7 +38,7 @@ from rlsys.monitoring.events import (
     WorkerBusy,
     WorkerFailed,
 )
-from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_records, write_records
 from rlsys.types import EpisodeSpan
 from tests.histories import BEGIN_S, History, Shape, big_run, small_run
 from tests.planted import BOTTLENECK, STALE_REPLICA, planted_run
@@ -237,7 +237,7 @@ def test_damaged_and_unknown_lines_are_counted_and_skipped(history: History) -> 
 
 def test_damaged_rollout_lines_are_counted_once_read(history: History) -> None:
     path = history.folder / "rollouts" / "step_000002.parquet"
-    first, *_ = read_rollouts(path)
+    first, *_ = read_records(path)
     damage(path, 0, 1)
     (history.folder / "events.jsonl").unlink()
     readings = readings_of(history)
@@ -407,7 +407,7 @@ def test_an_episode_is_told_token_by_token(runs: Path) -> None:
     lead, subagent = answer.trajectories
     assert (lead.parent, subagent.parent) == (None, 0)
     assert lead.turns[0].tool_calls == [{"name": "ask", "arguments": {"question": "15 + 0"}}]
-    record = next(r for r in read_rollouts(runs / "small" / "rollouts" / "step_000003.parquet") if r.key.group_id == 15)
+    record = next(r for r in read_records(runs / "small" / "rollouts" / "step_000003.parquet") if r.key.group_id == 15)
     reading = record.readings[0][0][0]
     for turn in lead.turns:
         assert "".join(turn.pieces) == turn.text
@@ -725,10 +725,10 @@ def test_only_data_sets_of_the_run_have_samples(history: History, dataset: str) 
 
 def test_an_episode_has_the_timeline_that_was_recorded(history: History) -> None:
     path = rollouts(history.folder / "rollouts/step_000003.parquet", (1.0, 0.0), step=3)
-    (record,) = read_rollouts(path)
+    (record,) = read_records(path)
     spans = (EpisodeSpan("turn", "", 0, 0.25, 1.5), EpisodeSpan("environment", "step", 0, 1.75, 2.0))
     timed = replace(record.episodes[0], began_s=BEGIN_S, spans=spans)
-    write_rollouts(path, [replace(record, episodes=(timed, record.episodes[1]))])
+    write_records(path, [replace(record, episodes=(timed, record.episodes[1]))])
     readings = readings_of(history)
     episode = readings.episode("run", 3, 0, 0)
     assert (episode.began_s, episode.seconds, tuple(episode.timeline)) == (BEGIN_S, 3.75, spans)

@@ -20,7 +20,7 @@ from rlsys.dashboard.report.markup import h, join_html, table
 from rlsys.dashboard.report.plots import plot, short
 from rlsys.dashboard.responses import Series
 from rlsys.monitoring.events import RunEnded, RunStarted, StepDone
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from tests.histories import History, Shape, small_run
 from tests.rollouts import damage, lines_of, write_lines
 
@@ -178,7 +178,7 @@ def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
 def test_a_damaged_group_costs_the_report_no_more_than_itself(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     rollouts = run / "rollouts" / "step_000030.parquet"
-    damage(rollouts, *range(len(read_rollouts(rollouts))))
+    damage(rollouts, *range(len(read_records(rollouts))))
     page = report(run)
     assert "Best and worst groups" in page.texts["h2"]
     assert sum(" group: " in title for title in page.texts["h3"]) == 4

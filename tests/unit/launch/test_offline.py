@@ -29,7 +29,7 @@ from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.monitoring.events import Events, FileSkipped
-from rlsys.replay.recorded_rollouts import read_rollouts
+from rlsys.replay.recorded_rollouts import read_records
 from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, run_virtual, tasks
 from workers.text.tokenizer import TextTokenizer
 
@@ -161,7 +161,7 @@ def test_a_command_keeps_samples_beside_those_of_training(tmp_path: Path):
         path = tmp_path / "evaluations" / f"held_out@{number}" / "step_000004.json"
         row = json.loads(path.read_text())
         assert (row["step"], row["dataset"], row["mean"]) == (4, "held_out", measured.mean)
-        records = read_rollouts(path.with_suffix(".parquet"))
+        records = read_records(path.with_suffix(".parquet"))
         assert [(each.step, each.task.id) for each in records] == [(4, f"task-{i}") for i in range(3)]
         outcomes = [e.trajectories[0].outcome for each in records for e in each.episodes]
         assert [bool(outcome.reason) for outcome in outcomes] == [False, True] * 3
@@ -174,7 +174,7 @@ def test_a_command_keeps_samples_without_any_score(tmp_path: Path):
     with pytest.raises(RlsysError, match="no sample could be scored"):
         run_virtual(measure_and_keep(tmp_path / "checkpoints" / "step_000004", evaluator, "held_out", record))
     (written,) = (tmp_path / "evaluations" / "held_out@1").iterdir()
-    assert len(read_rollouts(written)) == 3
+    assert len(read_records(written)) == 3
 
 
 def test_a_command_measures_a_run_that_cannot_be_written(tmp_path: Path):

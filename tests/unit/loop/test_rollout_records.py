@@ -13,7 +13,7 @@ import pytest
 from rlsys.contracts import Actor, Saving, TrainedGroup, TrainStats
 from rlsys.errors import CheckpointError, ModelError, PayloadLost, RlsysError, WorkerDied
 from rlsys.loop.learner import StepResult
-from rlsys.loop.rollout_records import MOST_UNWRITTEN, RolloutRecords
+from rlsys.loop.rollout_records import MOST_UNWRITTEN, RolloutWriter
 from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
 from rlsys.testing.fake_run import EventRecorder
 from rlsys.types import Task
@@ -48,9 +48,9 @@ def step_of(*group_ids: int) -> tuple[list[Task], StepResult]:
     return tasks, StepResult([group(i) for i in group_ids], [()] * len(group_ids), TrainStats({}, 1.0))
 
 
-def records_of(writer: Writer) -> tuple[RolloutRecords, EventRecorder]:
+def records_of(writer: Writer) -> tuple[RolloutWriter, EventRecorder]:
     told = EventRecorder()
-    return RolloutRecords(cast("Actor", writer), Events([told]), Path("r"), 2), told
+    return RolloutWriter(cast("Actor", writer), Events([told]), Path("r"), 2), told
 
 
 def test_only_every_so_many_steps_are_due() -> None:

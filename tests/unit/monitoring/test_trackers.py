@@ -25,11 +25,11 @@ from rlsys.monitoring.events import (
     RunStarted,
     StepDone,
 )
-from rlsys.monitoring.tracker import EndReason, RolloutRow, RunFacts, StepTracker, TrackerPlugin
+from rlsys.monitoring.tracker import EndReason, RunFacts, StepTracker, TrackedEpisode, TrackerPlugin
 from rlsys.monitoring.trackers.mlflow import MLflow, experiment_of
 from rlsys.monitoring.trackers.tensorboard import TensorBoard
 from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sample_rows
-from rlsys.replay.recorded_rollouts import write_rollouts
+from rlsys.replay.recorded_rollouts import write_records
 from rlsys.replay.rollout_log import RolloutRecord
 from rlsys.types import Episode, GroupKey, Task, Trajectory
 from tests.rollouts import rollouts, said
@@ -64,7 +64,7 @@ class Heard(StepTracker):
             self.may_go_on.wait()
         self.told.append((step, dict(values)))
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[TrackedEpisode]) -> None:
         self.told.append((step, [row.reward for row in rows]))
 
     def alert(self, alert: AlertRaised) -> None:
@@ -134,9 +134,9 @@ def test_one_that_cannot_even_start_is_told_the_same_way(tmp_path: Path, capsys)
     ("data", "said"),
     [
         (None, "No such file"),
-        (b'{"step":10,', "is no file of rollouts, or damaged"),
-        (b"{}\n", "is no file of rollouts, or damaged"),
-        (b"[]\n", "is no file of rollouts, or damaged"),
+        (b'{"step":10,', "is no rollout file, or damaged"),
+        (b"{}\n", "is no rollout file, or damaged"),
+        (b"[]\n", "is no rollout file, or damaged"),
     ],
 )
 def test_an_unreadable_rollout_file_costs_only_its_table(data: bytes | None, said: str, tmp_path: Path, capsys):
@@ -223,7 +223,7 @@ def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
     assert [row.reward for row in sample_rows(path, 6)] == [None, 0.0, 0.25, 0.5, 0.75, 1.0]
     assert [row.reward for row in sample_rows(path, 3)] == [None, 0.25, 1.0]
     assert [row.reward for row in sample_rows(path, 1)] == [None]
-    assert sample_rows(path, 99)[0] == RolloutRow(
+    assert sample_rows(path, 99)[0] == TrackedEpisode(
         step=10,
         task_id="t1",
         group_id=1,
@@ -242,7 +242,7 @@ def test_rollouts_are_sampled_evenly_over_the_rewards(tmp_path: Path):
 def test_an_overlong_text_is_cut_with_a_note(tmp_path: Path):
     path = tmp_path / "step_10.parquet"
     episode = Episode((Trajectory("policy", (said("a" * (LONGEST + 1234), 1),), reward=1.0),))
-    write_rollouts(
+    write_records(
         path, [RolloutRecord(10, GroupKey(0, 1), Task(id="t", prompt="p"), "rollout-0", 0, (episode,), (), ({},))]
     )
     (row,) = sample_rows(path, 9)

@@ -25,9 +25,9 @@ from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
 from rlsys.replay.recorded_rollouts import (
-    RolloutTable,
-    read_rollouts,
-    write_rollouts,
+    RolloutFile,
+    read_records,
+    write_records,
 )
 from rlsys.replay.rollout_log import (
     GroupRecord,
@@ -143,9 +143,9 @@ def test_rollouts_come_back_as_they_were(data, task, payload, assigned, columns)
     record = replace(RolloutRecord.of(3, task, group, payload, assigned), columns=columns, readings=readings)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step_000003.parquet")
-        write_rollouts(path, [record, record])
-        assert read_rollouts(path) == [record, record]
-        assert RolloutTable(path).group_ids == [5, 5]
+        write_records(path, [record, record])
+        assert read_records(path) == [record, record]
+        assert RolloutFile(path).group_ids == [5, 5]
 
 
 @given(floats32)
@@ -175,8 +175,8 @@ def test_a_failure_that_utf8_lacks_is_recorded(tmp_path: Path) -> None:
     group = group_of(payload).with_scores((Score(1.0), Score(None, "raised ValueError: \ud800")))
     write_groups(groups := tmp_path / "groups.jsonl", [GroupRecord(group, payload)])
     record = RolloutRecord.of(7, Task(id="t", prompt="p"), group, payload, [TrajectoryAdvantage(0, 0, 0.5)])
-    write_rollouts(path := tmp_path / "s.parquet", [record])
-    ((read,), (found,)) = read_rollouts(path), read_groups(groups)
+    write_records(path := tmp_path / "s.parquet", [record])
+    ((read,), (found,)) = read_records(path), read_groups(groups)
     outcomes = [read.episodes[1].trajectories[0].outcome, found.group.episodes[1].trajectories[0].outcome]
     assert outcomes == [failed("raised ValueError: \ufffd")] * 2
 
@@ -185,7 +185,7 @@ def test_any_reader_of_parquet_finds_episodes_by_what_they_got(tmp_path: Path) -
     payload = (said("right"), said("wrong"))
     group = group_of(payload).with_scores((Score(1.0), Score(0.0)))
     task, assigned = Task(id="t", prompt=({"role": "user", "content": "2?"},)), [TrajectoryAdvantage(1, 0, -0.5)]
-    write_rollouts(path := tmp_path / "s.parquet", [RolloutRecord.of(7, task, group, payload, assigned)])
+    write_records(path := tmp_path / "s.parquet", [RolloutRecord.of(7, task, group, payload, assigned)])
     (row,) = pq.read_table(path, filters=[("reward", "<", 0.5)]).to_pylist()
     names = ("step", "group_id", "episode", "prompt", "text", "advantage", "output_ids", "logprobs")
     assert [row[name] for name in names] == [7, 5, 1, "user: 2?", "wrong", -0.5, [3], [-0.5]]
@@ -194,7 +194,7 @@ def test_any_reader_of_parquet_finds_episodes_by_what_they_got(tmp_path: Path) -
 def test_one_damaged_group_costs_no_other(tmp_path: Path) -> None:
     path = rollouts(tmp_path / "step_000010.parquet", [1.0] * 6)
     damage(path, 1)
-    file = RolloutTable(path)
+    file = RolloutFile(path)
     assert [file.record(place).key.group_id for place in (0, 2)] == [0, 2]
     with pytest.raises(DataError, match="damaged"):
         file.record(1)
@@ -206,14 +206,14 @@ def test_a_damaged_end_of_a_file_is_no_error_of_the_disk(tmp_path: Path) -> None
     for place in range(len(whole) - 400, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         with suppress(DataError):
-            read_rollouts(path)
+            read_records(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b'{"step":1}\n'])
 def test_what_is_no_file_of_rollouts_is_refused(tmp_path: Path, content: bytes) -> None:
     (path := tmp_path / "step_000001.parquet").write_bytes(content)
-    with pytest.raises(DataError, match="not a file of rollouts"):
-        RolloutTable(path)
+    with pytest.raises(DataError, match="not a rollout file"):
+        RolloutFile(path)
 
 
 def test_a_record_has_the_metadata_its_step_was_planned_from() -> None:
@@ -236,8 +236,8 @@ def test_an_advantage_that_is_not_finite_comes_back_as_no_number(tmp_path: Path)
         1, Task(id="t", prompt="p"), group_of(payload), payload, [TrajectoryAdvantage(0, 0, float("inf"))]
     )
     path = tmp_path / "s.parquet"
-    write_rollouts(path, [replace(record, columns={"reference_logprobs": ((float("-inf"),),)})])
-    (back,) = read_rollouts(path)
+    write_records(path, [replace(record, columns={"reference_logprobs": ((float("-inf"),),)})])
+    (back,) = read_records(path)
     assert math.isnan(back.assigned[0].advantage) and back.columns["reference_logprobs"][0][0] == float("-inf")
 
 
@@ -247,9 +247,9 @@ def test_numbers_of_numpy_and_torch_are_stored_as_numbers(kind: Callable[[float]
     payload = (replace(said("a"), trajectories=(replace(said("a").trajectories[0], reward=np.float64(0.25)),)),)
     group = group_of(payload).with_scores((Score(tenth, parts={"exact": tenth}),))
     record = RolloutRecord.of(1, Task(id="t", prompt="p"), group, payload, [TrajectoryAdvantage(0, 0, number)])
-    write_rollouts(tmp_path / "s", [replace(record, columns={"values": ((tenth,),)})])
+    write_records(tmp_path / "s", [replace(record, columns={"values": ((tenth,),)})])
     write_groups(tmp_path / "g", [GroupRecord(group, payload)])
-    (back,), (waiting,) = read_rollouts(tmp_path / "s"), read_groups(tmp_path / "g")
+    (back,), (waiting,) = read_records(tmp_path / "s"), read_groups(tmp_path / "g")
     rewards = [episode.trajectories[0].reward for episode in (*back.episodes, *waiting.episodes)]
     numbers = [*rewards, back.assigned[0].advantage, back.parts[0]["exact"], back.columns["values"][0][0]]
     assert numbers == [tenth, 0.25, tenth, tenth, tenth]
@@ -261,10 +261,10 @@ def test_values_json_lacks_become_text_in_rows_and_raise_elsewhere(tmp_path: Pat
     task, payload = Task(id="t", prompt="p", info=info), (said("a"),)  # type: ignore[arg-type]
     record = RolloutRecord.of(1, task, group_of(payload), payload, [])
     assert record.task.info == {"price": "1.10", "raw": "b'x'", "when": "2024-01-02", "n": 3}
-    write_rollouts(tmp_path / "s", [record])
-    assert read_rollouts(tmp_path / "s") == [record]
+    write_records(tmp_path / "s", [record])
+    assert read_records(tmp_path / "s") == [record]
     with pytest.raises(TypeError, match="not JSON serializable"):
-        write_rollouts(tmp_path / "s", [replace(record, parts=({"exact": object()},))])  # type: ignore[dict-item]
+        write_records(tmp_path / "s", [replace(record, parts=({"exact": object()},))])  # type: ignore[dict-item]
 
 
 def test_only_facts_that_outlive_the_process_are_saved(tmp_path: Path) -> None:
@@ -278,8 +278,8 @@ def test_only_facts_that_outlive_the_process_are_saved(tmp_path: Path) -> None:
 
 def test_a_file_appears_whole_and_its_folder_with_it(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000001.parquet"
-    write_rollouts(path, [])
-    assert read_rollouts(path) == []
+    write_records(path, [])
+    assert read_records(path) == []
     assert list(path.parent.iterdir()) == [path]
 
 

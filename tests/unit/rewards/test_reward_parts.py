@@ -12,7 +12,7 @@ from rlsys.contracts import TrainStats
 from rlsys.loop.learner import StepResult
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.monitoring.metric_catalog import undocumented_names
-from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_records, write_records
 from rlsys.replay.rollout_log import (
     GroupRecord,
     RolloutRecord,
@@ -46,8 +46,8 @@ def test_each_function_has_a_mean_over_where_it_applied() -> None:
 def test_a_rollout_record_shows_the_parts(tmp_path: Path) -> None:
     record = RolloutRecord.of(1, Task(id="t", prompt="p"), GROUP, PAYLOAD, [])
     assert record.parts == ({"exact": 1.0, "format": 0.5}, {"exact": 0.0}, {})
-    write_rollouts(tmp_path / "step.parquet", [record])
-    assert read_rollouts(tmp_path / "step.parquet") == [record]
+    write_records(tmp_path / "step.parquet", [record])
+    assert read_records(tmp_path / "step.parquet") == [record]
 
 
 def test_a_checkpointed_group_keeps_its_parts(tmp_path: Path) -> None:

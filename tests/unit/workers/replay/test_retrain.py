@@ -28,7 +28,7 @@ from rlsys.loop.build_driver import shape_of
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STATE, file_hash
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
-from rlsys.replay.recorded_rollouts import read_rollouts, write_rollouts
+from rlsys.replay.recorded_rollouts import read_records, write_records
 from rlsys.replay.rollout_log import RolloutRecord, Rows
 from rlsys.replay.run_history import RecordedSteps, read_history
 from rlsys.types import Distribution, Episode, Group, Task
@@ -125,7 +125,7 @@ class Run:
         tasks = [Task(id=group.task_id, prompt="p") for group in groups]
         known = zip(tasks, groups, payloads, assigned, strict=True)
         records = [RolloutRecord.of(step, *of_group) for of_group in known]
-        write_rollouts(self.rollouts(step), [replace(r, columns=c) for r, c in zip(records, rows, strict=True)])
+        write_records(self.rollouts(step), [replace(r, columns=c) for r, c in zip(records, rows, strict=True)])
 
     def rows(self, payload: tuple[Episode, ...]) -> dict[str, Rows]:
         """What the reference says of a group."""
@@ -328,7 +328,7 @@ def test_it_stops_right_before_the_step_with_what_it_trains(plain: Run) -> None:
         stops.append((step, plan[0].num_tokens, [group.key.group_id for group in groups], backend.step))
 
     found = retrain(plain.config, shape_of(plain.config), RecordedSteps.of(plain.folder, 2), stop)
-    num_tokens = sum(record.group.num_trained for record in read_rollouts(plain.rollouts(2)))
+    num_tokens = sum(record.group.num_trained for record in read_records(plain.rollouts(2)))
     assert found.is_equal
     assert stops == [(2, num_tokens, [20, 21, 22], 1)]
 
