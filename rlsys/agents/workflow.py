@@ -179,7 +179,7 @@ def _failed_episode(session: Session, reason: str) -> Episode:
 
 def _report_of(error: BaseException, session: Session) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    callers = {(__file__, "play"), (sessions.__file__, "_settled")}
+    callers = {(__file__, "play"), (sessions.__file__, "_result_or_error")}
     ours = [i for i, frame in enumerate(frames, 1) if (frame.filename, frame.name) in callers]
     own = frames[max(ours, default=0) :]
     parts = [f"{type(error).__name__}: {error}", "".join(traceback.format_list(own))]
