@@ -160,7 +160,7 @@ def open_run(root: str) -> dict[str, float]:
         readings = Readings(Path(root))
         readings.run("big")
         readings.series("big", CHARTS)
-        readings.groups("big")
+        readings.rollouts.groups("big")
         cluster = readings.cluster("big")
         readings.ledger("big")
         readings.alerts("big")

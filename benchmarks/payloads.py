@@ -92,8 +92,8 @@ def round_trip_s(value: object, times: int = 50) -> float:
 
 def recording(size: Size) -> Mapping[str, float]:
     """Time what the learner does for a rollout file, and what the recorder does."""
-    from rlsys.replay.recorded_rollouts import write_records
-    from rlsys.replay.rollout_log import RolloutRecord
+    from rlsys.replay.rollout_json import RolloutRecord
+    from rlsys.replay.rollout_parquet import write_records
     from workers.train.token_columns import Reader, Speller, TokenColumns
 
     num_tokens, num_groups = (100, 2) if size == "short" else (3906, 32)

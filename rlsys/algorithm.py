@@ -18,10 +18,11 @@ Shape suffixes: `N` trained tokens of a micro-batch, in sample order; `S` sample
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from rlsys.errors import ConfigError
 from rlsys.types import Answers, Group, PolicyVersion
@@ -89,6 +90,17 @@ class StepAdvantages:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class SampleSize(NamedTuple):
+    """What the weight of a sample's tokens in the loss depends on."""
+
+    group: int
+    episode: int
+    trajectory: int
+    num_trained: int
+    weight: float
+    """How often the sample counts, see `Episode.weight`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Aggregation:
     """Averaging of the token losses; denominators are those of the whole update, over all ranks.
@@ -105,6 +117,31 @@ class Aggregation:
     def with_budget(self, default: int | None) -> Aggregation:
         """Return this aggregation, with `default` tokens if it has no budget."""
         return self if self.budget is not None else Aggregation(self.over, default)
+
+    def token_weights(self, samples: Sequence[SampleSize]) -> list[float]:
+        """Return the weight of each trained token, per sample of an update. Over all tokens the weights sum to 1,
+        except for `budget`. Raises `ValueError` for a budget that is not set."""
+        num = sum(sample.weight for sample in samples)
+        match self.over:
+            case "tokens":
+                num_tokens_in_all = sum(sample.weight * sample.num_trained for sample in samples)
+                return [sample.weight / num_tokens_in_all for sample in samples]
+            case "sequences":
+                return [sample.weight / (num * sample.num_trained) for sample in samples]
+            case "budget":
+                if self.budget is None:
+                    raise ValueError("the loss is averaged over a budget of tokens, and no budget is set")
+                return [sample.weight / (num * self.budget) for sample in samples]
+            case "agents":
+                num_tokens = Counter[tuple[int, int, int]]()
+                weights: dict[tuple[int, int], float] = {}
+                for sample in samples:
+                    num_tokens[sample[:3]] += sample.num_trained
+                    weights[sample[:2]] = sample.weight
+                agents = Counter((g, e) for g, e, _ in num_tokens)
+                every = sum(weights.values())
+                shares = {(g, e, t): weights[g, e] / (every * agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
+                return [shares[sample[:3]] for sample in samples]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from rlsys.agents.agent import Policy, Tell
-from rlsys.agents.session_record import Budget
+from rlsys.agents.session_budget import Budget
 from rlsys.agents.workflow import Session
 from rlsys.errors import DataError, TaskTooLong
 from rlsys.gateway.gateway_server import Endpoint, Gateway, shared_gateway

@@ -1,6 +1,6 @@
 """Run folders made by hand, of any size, for tests and benchmarks of what reads them.
 
-The events are real ones and go through the real `JsonlSink`; rollouts have the shape of `rlsys.replay.rollout_log`.
+The events are real ones and go through the real `JsonlSink`; rollouts have the shape of `rlsys.replay.rollout_json`.
 What they tell is made up, by a clock of its own: the same arguments make the same files, byte by byte.
 
     small_run(tmp_path / "run")                            # 30 steps, finished
@@ -249,7 +249,7 @@ class History:
             tell(EvalDone(before, "held_out", _hash(before), 1.5, metrics))
 
     def _line(self, group_id: int, place: int, replica: str, task_id: str) -> dict:
-        """A group as `rlsys.replay.rollout_log` writes it."""
+        """A group as `rlsys.replay.rollout_json` writes it."""
         shape, version = self.shape, max(0, self._step - group_id % (self.shape.max_staleness + 1))
         with_agents = shape.has_subagents and place % 3 == 0
         episodes, readings = [], []

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,11 +27,10 @@ from algorithms.policy_gradient import ClippedSurrogate
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
 from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput
-from rlsys.batch.tensors import MicroBatch
 from rlsys.types import Group
 from tests.groups import episode, group
 from workers.train.rank_group import RankGroup
-from workers.train.step_data import Part, whiten
+from workers.train.whitening import whiten
 
 Run: TypeAlias = Callable[[], Tensor]
 """Function that computes a gradient or advantages: `(N,)`, or `(B, T)` if it is a reference."""
@@ -134,11 +133,9 @@ def advantages(groups: Sequence[Group]) -> Tensor:
     return torch.tensor([a.advantage for assigned in GRPO().finalize_advantages(groups, {}).groups for a in assigned])
 
 
-def whitened(batch: LossInputs, values_N: Tensor) -> Tensor:
+def whitened(values_N: Tensor) -> Tensor:
     """Whiten as the trainer does, for one micro-batch of one rank."""
-    part = Part(cast("MicroBatch", None), 1.0, replace(batch, advantages_N=values_N), is_scored=True)
-    whiten([part], RankGroup())
-    return part.inputs.advantages_N
+    return whiten(values_N, [values_N], RankGroup())[0]
 
 
 # ----------------------------------------------------------------------------------------------- what one writes first
@@ -376,7 +373,7 @@ def cases(both: Both) -> dict[str, tuple[Run, Run]]:
             lambda: gae_reference(x.advantages, values_BT, x.mask, 1.0, 0.95),
         ),
         "advantages": (lambda: advantages(groups), lambda: advantages_reference(rewards, group_ids)),
-        "whitening": (lambda: whitened(batch, values_N), lambda: whitening_reference(values_BT, x.mask)),
+        "whitening": (lambda: whitened(values_N), lambda: whitening_reference(values_BT, x.mask)),
     }
 
 

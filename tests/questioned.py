@@ -26,8 +26,8 @@ from rlsys.monitoring.events import (
     StepDone,
     WorkerFailed,
 )
-from rlsys.replay.recorded_rollouts import write_records
-from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.rollout_json import RolloutRecord
+from rlsys.replay.rollout_parquet import write_records
 from rlsys.types import Episode, GroupKey, Message, Outcome, OutcomeKind, Task, Trajectory
 from tests.histories import History, Shape
 from tests.rollouts import said

@@ -11,8 +11,8 @@ import orjson
 import pyarrow.parquet as pq
 
 from rlsys.algorithm import TrajectoryAdvantage
-from rlsys.replay.recorded_rollouts import read_records, write_records
-from rlsys.replay.rollout_log import RolloutRecord, as_plain, decoder_of
+from rlsys.replay.rollout_json import RolloutRecord, as_plain, decoder_of
+from rlsys.replay.rollout_parquet import read_records, write_records
 from rlsys.types import Episode, GroupKey, Message, Outcome, OutcomeKind, Task, Trajectory, Turn, VersionSpan
 
 

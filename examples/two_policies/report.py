@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from examples.two_policies.play import NUM_DIGITS
-from rlsys.replay.recorded_rollouts import read_records, rollout_paths
+from rlsys.replay.rollout_parquet import read_records, rollout_paths
 from rlsys.types import Episode
 
 NUM_STEPS = 5

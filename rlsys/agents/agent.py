@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
 from typing import Any, Protocol, TypeAlias
 
-from rlsys.agents.session_record import SessionRecord, append_paragraph, messages_of
+from rlsys.agents.session_budget import SessionRecord, append_paragraph, messages_of
 from rlsys.agents.tool_calls import Call, ToolCall, after_thinking, describe_tools, read_calls
 from rlsys.agents.tools import Toolbox, ToolResult, ToolSchema
 from rlsys.batch.samples import without_repeats

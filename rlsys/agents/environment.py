@@ -19,7 +19,7 @@ from importlib import import_module
 from inspect import signature
 from types import ModuleType
 
-from rlsys.agents.session_record import append_paragraph, messages_of
+from rlsys.agents.session_budget import append_paragraph, messages_of
 from rlsys.agents.tools import NO_TOOLS, Toolbox
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task

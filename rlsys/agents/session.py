@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rlsys.agents.agent import Agent, AgentStopped, Context, Policy
 from rlsys.agents.environment import Environment
-from rlsys.agents.session_record import SessionRecord
+from rlsys.agents.session_budget import SessionRecord
 from rlsys.data.proposed_tasks import proposed_task
 from rlsys.errors import ConfigError, ToolError
 from rlsys.types import Episode, Json, Message

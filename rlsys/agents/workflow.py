@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 from rlsys.agents import session as sessions
 from rlsys.agents.agent import Agent, AgentStopped, BudgetSpent, ContextFull, Policy, Reply
 from rlsys.agents.session import Session
-from rlsys.agents.session_record import Budget
+from rlsys.agents.session_budget import Budget
 from rlsys.errors import DataError, RlsysError, ToolError, WorkflowError, first_of
 from rlsys.types import POLICY, Answers, Distribution, Episode, Task, Trajectory, failed
 

@@ -7,13 +7,13 @@ token depends on the update alone.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from rlsys.algorithm import Aggregation, TrajectoryAdvantage
+from rlsys.algorithm import Aggregation, SampleSize, TrajectoryAdvantage
 from rlsys.batch.prefix_tree import num_reused_of, num_run
 from rlsys.types import Group, PolicyVersion, SampleMeta
 
@@ -187,7 +187,8 @@ def _update(
     pair_cost: float,
 ) -> tuple[list[tuple[MicroBatchPlan, ...]], int]:
     """Return the micro-batches of each rank for one update, and the number of their trained tokens."""
-    weights = iter(_token_weights([sample for of_group in groups for sample in of_group], aggregation))
+    sizes = [SampleSize(*one.place[:3], one.meta.num_trained, one.weight) for of_group in groups for one in of_group]
+    weights = iter(aggregation.token_weights(sizes))
     weighted = [[(sample, next(weights)) for sample in of_group] for of_group in groups]
     run = [[each for each in of_group if not each[0].is_skipped] for of_group in weighted]
     if not any(run):
@@ -199,32 +200,6 @@ def _update(
     filler = MicroBatchPlan((bundles[0].samples[0],), weight=0.0)
     num_tokens = sum(sample.meta.num_trained for of_group in run for sample, _ in of_group)
     return [tuple(r + [filler] * (depth - len(r))) for r in ranks], num_tokens
-
-
-def _token_weights(samples: Sequence[_Sample], aggregation: Aggregation) -> list[float]:
-    """Return the weight of each trained token, per sample of an update. Over all tokens the weights sum to 1, except
-    for `budget`. A sample counts as often as its episode does, see `Episode.weight`."""
-    num = sum(sample.weight for sample in samples)
-    match aggregation.over:
-        case "tokens":
-            num_tokens_in_all = sum(sample.weight * sample.meta.num_trained for sample in samples)
-            return [sample.weight / num_tokens_in_all for sample in samples]
-        case "sequences":
-            return [sample.weight / (num * sample.meta.num_trained) for sample in samples]
-        case "budget":
-            if aggregation.budget is None:
-                raise ValueError("the loss is averaged over a budget of tokens, and no budget is set")
-            return [sample.weight / (num * aggregation.budget) for sample in samples]
-        case "agents":
-            num_tokens: Counter[tuple[int, int, int]] = Counter()
-            weights: dict[tuple[int, int], float] = {}
-            for sample in samples:
-                num_tokens[sample.place[:3]] += sample.meta.num_trained
-                weights[sample.place[:2]] = sample.weight
-            num_agents = Counter((g, e) for g, e, _ in num_tokens)
-            every = sum(weights.values())
-            shares = {(g, e, t): weights[g, e] / (every * num_agents[g, e] * n) for (g, e, t), n in num_tokens.items()}
-            return [shares[sample.place[:3]] for sample in samples]
 
 
 def _partners(groups: Sequence[Group]) -> tuple[int | None, ...]:

@@ -40,7 +40,7 @@ from rlsys.loop.evaluation import EVALUATIONS, EvalMetrics, Evaluator, Record, r
 from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.replay.replay_results import ReplayedStep, RetrainedSteps
-from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.rollout_json import RolloutRecord
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.types import Task
 from rlsys.util.event_loops import run_to_end

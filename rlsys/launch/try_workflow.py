@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.agents.agent import Policy
-from rlsys.agents.session_record import Said, shown_line
+from rlsys.agents.session_budget import Said, shown_line
 from rlsys.agents.workflow import Session, play
 from rlsys.batch.samples import Sample, samples_of
 from rlsys.config import Config

@@ -26,7 +26,7 @@ from rlsys.loop.recovery import Recovery
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_watcher import ReplicaWatcher
-from rlsys.loop.rollout_records import RolloutWriter
+from rlsys.loop.rollout_writer import RolloutWriter
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.saver import Saver
 from rlsys.loop.step_metrics import StepClock

@@ -45,7 +45,7 @@ from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup
 from rlsys.loop.learner import Learner, StepResult
 from rlsys.loop.production import Production
 from rlsys.loop.recovery import Recovery
-from rlsys.loop.rollout_records import RolloutWriter
+from rlsys.loop.rollout_writer import RolloutWriter
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.saver import SAVE_S, Saver
 from rlsys.loop.step_metrics import StepClock, step_metrics

@@ -19,7 +19,7 @@ from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
 from rlsys.loop.checkpoint import DriverState
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.failure_policy import FailurePolicy, Retries
-from rlsys.loop.rollout_records import is_written
+from rlsys.loop.rollout_writer import is_written
 from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy, failures_in
 from rlsys.types import Assignment, Group, GroupKey, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
@@ -259,7 +259,7 @@ class EvaluationLane:
 
     Results are written to `folder/DATASET/step_000010.json` with the rules and the hashes of weights and tasks. A
     resumed run skips an evaluation for which all of these are equal. The samples are beside them, in a Parquet file in
-    the form of `rlsys.replay.recorded_rollouts`; its groups are numbered by task.
+    the form of `rlsys.replay.rollout_parquet`; its groups are numbered by task.
     """
 
     evaluator: Evaluator

@@ -87,6 +87,12 @@ class InFlightGroup:
         columns = {**self.episodes.columns, **self.columns}
         return replace(self.episodes, columns=columns) if self.columns else self.episodes
 
+    def lacking(self, columns: Iterable[Column]) -> list[str]:
+        """Return what the learner still waits for, of episodes, reward and these columns."""
+        is_there = {"episodes": self.episodes is not None, "reward": self.is_offered}
+        is_there |= {column: column in self.columns for column in columns}
+        return sorted(column for column, there in is_there.items() if not there)
+
     def next_attempt(self, assignment: Assignment) -> InFlightGroup:
         """Return the attempt that replaces this one."""
         key = GroupKey(self.group_id, self.attempt + 1)
@@ -169,12 +175,6 @@ class GroupQueue:
         """Finished groups that the learner did not take yet, oldest first. A checkpoint saves them without columns."""
         return [g for g in self.groups.values() if g.is_offered and g.state in (State.SCORED, State.READY)]
 
-    def lacking(self, group: InFlightGroup) -> list[str]:
-        """Return the columns that the learner still waits for."""
-        is_there = {"episodes": group.episodes is not None, "reward": group.is_offered}
-        is_there |= {column: column in group.columns for column in self.columns}
-        return sorted(column for column, there in is_there.items() if not there)
-
     def table(self, placements: Mapping[int, str]) -> str:
         """Format all pending groups, one per line, oldest first. `placements`: see `Rollouts.placements`."""
         lines = (f"  group {n}: {self._line(group, placements.get(n))}" for n, group in self.groups.items())
@@ -189,7 +189,7 @@ class GroupQueue:
             return f"{text}, attempt {group.attempt}, {replica} since {lasts_s:.0f} s"
         if group.attempt:
             text += f", attempt {group.attempt} begun {lasts_s:.0f} s ago"
-        lacking = self.lacking(group)
+        lacking = group.lacking(self.columns)
         return f"{text}, waits for {' and '.join(lacking)}" if lacking else f"{text}, waits to be trained"
 
     # --------------------------------------------------------------------------------------------------------- permits

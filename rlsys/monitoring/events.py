@@ -325,7 +325,7 @@ class QueueSeen(Event):
 
 
 class RolloutsWritten(Event):
-    """The groups of a step are written; see `rlsys.replay.recorded_rollouts.read_records`."""
+    """The groups of a step are written; see `rlsys.replay.rollout_parquet.read_records`."""
 
     step: int
     path: str

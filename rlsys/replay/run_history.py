@@ -16,8 +16,8 @@ import orjson
 from rlsys.errors import DataError
 from rlsys.loop.checkpoint import newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
-from rlsys.replay.recorded_rollouts import read_records, rollout_path
-from rlsys.replay.rollout_log import RolloutRecord, decoder_of
+from rlsys.replay.rollout_json import RolloutRecord, decoder_of
+from rlsys.replay.rollout_parquet import read_records, rollout_path
 from rlsys.types import PolicyVersion
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone, RolledBack))

@@ -20,8 +20,8 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.loop.build_driver import CONSTANTS
 from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted
-from rlsys.replay.recorded_rollouts import read_records, rollout_paths
-from rlsys.replay.rollout_log import decoder_of
+from rlsys.replay.rollout_json import decoder_of
+from rlsys.replay.rollout_parquet import read_records, rollout_paths
 from rlsys.types import Episode
 
 KINDS = {event.kind: event for event in (GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted)}

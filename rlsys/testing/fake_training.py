@@ -14,8 +14,8 @@ from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.loop.checkpoint import copy_and_write
-from rlsys.replay.recorded_rollouts import write_records
-from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups, write_groups
+from rlsys.replay.rollout_json import GroupRecord, RolloutRecord, read_groups, write_groups
+from rlsys.replay.rollout_parquet import write_records
 from rlsys.testing.fake_pools import now
 from rlsys.testing.world_state import WorldState
 from rlsys.types import Episode, Group, PolicyVersion, Ref

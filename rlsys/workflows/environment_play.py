@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from pydantic import JsonValue, PositiveFloat
 
 from rlsys.agents.environment import Environment, Step, make
-from rlsys.agents.session_record import messages_of
+from rlsys.agents.session_budget import messages_of
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import RlsysError, ToolError
 from rlsys.types import Distribution, Prompt, Task

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar, cast
 
 from pydantic import AfterValidator
 
-from rlsys.agents.session_record import append_paragraph, messages_of
+from rlsys.agents.session_budget import append_paragraph, messages_of
 from rlsys.agents.tools import Tool, Toolbox, tool
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.types import Message, Prompt

@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.monitoring.events import EvalDone
 from rlsys.monitoring.machine_samples import MachineSample
-from rlsys.replay.recorded_rollouts import read_records, write_records
+from rlsys.replay.rollout_parquet import read_records, write_records
 from rlsys.types import EpisodeSpan
 from tests.browser.conftest import NARROW, shown
 from tests.browser.onpage import rows_of, see

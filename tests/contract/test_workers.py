@@ -17,7 +17,7 @@ from rlsys.batch.packing import plan_batch
 from rlsys.contracts import Arrival, PinnedRollouts, Replacement, Rewards, Rollouts, TrainedGroup, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.loop.checkpoint import copy_and_write
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, GroupKey, Task, Turn
 from tests.groups import num_ok, report_of

@@ -10,7 +10,7 @@ import pytest
 from rlsys import train
 from rlsys.errors import CheckpointError, ConfigError, RunAborted
 from rlsys.loop.checkpoint import find_latest
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from rlsys.types import OutcomeKind
 from tests.jobs import config_of, keys_of
 from tests.ray.commands import Ended, rlsys

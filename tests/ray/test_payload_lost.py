@@ -17,7 +17,7 @@ from rlsys.batch.packing import BatchPlan, RankPlan, plan_batch
 from rlsys.contracts import Replacement, TrainedGroup, TrainStats
 from rlsys.errors import PayloadLost
 from rlsys.loop.checkpoint import copy_and_write
-from rlsys.replay.rollout_log import read_groups
+from rlsys.replay.rollout_json import read_groups
 from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSpan
 from tests.groups import group
 from workers.ray.call_stream import CallStream, answer_in_chunks

@@ -12,7 +12,7 @@ import pytest
 from rlsys import train
 from rlsys.config import Config
 from rlsys.errors import WorkerDied
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from rlsys.types import Assignment, Episode, GroupKey, Task
 from tests.jobs import config_of
 from workers.worker_set import WorkerSet

@@ -12,7 +12,7 @@ import pytest
 
 from rlsys import train
 from rlsys.launch import replay_step
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from tests.families import tiny
 from tests.jobs import config_of
 from tests.models import save_model

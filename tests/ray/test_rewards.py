@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 import rlsys
 from benchmarks.measure import rows_of
 from examples.tiny_policy import build_tokenizer
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from tests.jobs import config_of
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlsys import train
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from tests.jobs import config_of
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from rlsys import Config, evaluate, export, train
 from rlsys.errors import CheckpointError, ConfigError, ModelError, RunAborted
 from rlsys.monitoring.metric_catalog import undocumented_names
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from tests.hub_server import TOKEN, serving_hub
 from tests.jobs import config_of
 from tests.models import tiny_sorter

@@ -10,7 +10,7 @@ import pytest
 import rlsys
 from examples.tiny_policy import build_tokenizer
 from rlsys.errors import ModelError
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from tests.jobs import config_of
 from tests.models import tiny_sorter
 from tests.vllm_servers import vllm_server

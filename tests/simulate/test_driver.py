@@ -29,7 +29,7 @@ from rlsys.monitoring.events import (
     WorkerFailed,
     WorkerRestarted,
 )
-from rlsys.replay.rollout_log import read_groups
+from rlsys.replay.rollout_json import read_groups
 from rlsys.testing import (
     EventRecorder,
     FakeReference,

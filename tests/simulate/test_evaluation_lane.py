@@ -21,7 +21,7 @@ from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvaluationLane, Evaluator
 from rlsys.monitoring.events import EvalDone, Event, FileSkipped, StepDone, WorkerRestarted
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import (
     EventRecorder,
     FakePinnedRollouts,

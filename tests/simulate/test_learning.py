@@ -22,7 +22,7 @@ from rlsys.loop.checkpoint import find_latest, read_failed
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import CheckpointSaved, GroupDropped, StepDone, ZeroAdvantageWarning
 from rlsys.monitoring.metric_catalog import undocumented_names
-from rlsys.replay.rollout_log import read_groups
+from rlsys.replay.rollout_json import read_groups
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies

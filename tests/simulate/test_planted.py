@@ -50,7 +50,7 @@ def test_one_task_never_finishes(readings: Readings) -> None:
     pending = readings.ledger(".").pending
 
     assert {row.task_id for row in pending if row.is_overdue} == {STUCK_TASK}
-    assert {point.fate for point in readings.task(".", STUCK_TASK).points} == {"pending"}
+    assert {point.fate for point in readings.rollouts.task(".", STUCK_TASK).points} == {"pending"}
 
 
 def test_one_side_is_the_bottleneck(readings: Readings) -> None:

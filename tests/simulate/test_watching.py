@@ -32,7 +32,7 @@ from rlsys.monitoring.events import (
     WorkerBusy,
 )
 from rlsys.monitoring.metric_catalog import undocumented_names
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeRollouts, FakeWorld, Fault, run_virtual
 from rlsys.types import EngineStats, Group, Ref, ReplicaLoad
 from rlsys.weight_sync.sync import WeightSync

@@ -36,7 +36,7 @@ from rlsys.replay.replay_results import (
     RetrainedSteps,
     compare_metrics,
 )
-from rlsys.replay.rollout_log import GroupRecord, RolloutRecord, read_groups
+from rlsys.replay.rollout_json import GroupRecord, RolloutRecord, read_groups
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.stabilizer import alone
 from rlsys.types import POLICY

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rlsys.agents.session_record import messages_of
+from rlsys.agents.session_budget import messages_of
 from rlsys.errors import ModelError
 from rlsys.types import Message, Prompt
 from workers.model.model_loading import load_pretrained, load_tokenizer, on_device

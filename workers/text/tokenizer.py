@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from rlsys.agents.session_record import messages_of
+from rlsys.agents.session_budget import messages_of
 from rlsys.agents.tool_calls import OPEN, describe_tools, with_calls_as_text
 from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
 from rlsys.errors import DataError, ModelError

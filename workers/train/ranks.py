@@ -17,7 +17,7 @@ from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import MemorySavings
 from rlsys.contracts import Files, Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
-from rlsys.replay.rollout_log import GroupRecord, read_groups, write_groups
+from rlsys.replay.rollout_json import GroupRecord, read_groups, write_groups
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Distribution, Episode, Group, PolicyVersion
 from rlsys.util.deadlines import remote

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rlsys.contracts import TrainedGroup
 from rlsys.errors import CheckpointError
-from rlsys.replay.recorded_rollouts import write_records
-from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.rollout_json import RolloutRecord
+from rlsys.replay.rollout_parquet import write_records
 from rlsys.util.deadlines import remote
 from workers.ray.call_stream import Parcel
 from workers.text.tokenizer import TextTokenizer

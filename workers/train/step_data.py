@@ -18,6 +18,7 @@ from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.errors import ConfigError
 from rlsys.types import PolicyVersion
 from workers.train.rank_group import RankGroup
+from workers.train.whitening import whiten
 
 Score: TypeAlias = Callable[[MicroBatch], Tensor]
 """A model's logprobs of the trained tokens of a micro-batch on its device, without gradient."""
@@ -70,7 +71,9 @@ class RankStep:
         updates = [list(update) for update in shaped]
         parts = [part for update in updates for part in update]
         if algorithm.whitens:
-            whiten(parts, ranks)
+            white = whiten(join_parts(parts).advantages_N, [part.inputs.advantages_N for part in parts], ranks)
+            for part, white_N in zip(parts, white, strict=True):
+                part.inputs = replace(part.inputs, advantages_N=white_N)
         if algorithm.has_step_statistics:
             facts = algorithm.step_statistics(join_parts(parts), ranks)
             for part in parts:
@@ -147,18 +150,3 @@ def join_parts(parts: Sequence[Part]) -> LossInputs:
     tensors: dict[str, Any] = {name: cat(lambda inputs, n=name: getattr(inputs, n)) for name in names}
     columns_N = {kind: cat(lambda inputs, s=kind: inputs.columns_N[s]) for kind in first.columns_N}
     return replace(first, **tensors, columns_N=columns_N)
-
-
-def whiten(parts: Sequence[Part], ranks: RankGroup) -> None:
-    """Whiten advantages: subtract their mean, then divide by their population standard deviation, over the whole step.
-
-    Sums over trained tokens are in fp64, so that the split into micro-batches, updates and ranks changes nothing.
-    """
-    own_N = join_parts(parts).advantages_N.double()
-    moments = torch.stack([torch.ones_like(own_N).sum(), own_N.sum(), own_N.square().sum()])
-    num, total, squares = ranks.sum(moments).unbind()
-    mean = total / num
-    std = (squares / num - mean.square()).clamp(min=0).sqrt()
-    for part in parts:
-        white_N = (part.inputs.advantages_N.double() - mean) / (std + 1e-8)
-        part.inputs = replace(part.inputs, advantages_N=white_N.float())

@@ -19,7 +19,7 @@ from rlsys.algorithm import LossInputs
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import place_turns
 from rlsys.number_arrays import BoolArray, FloatArray
-from rlsys.replay.rollout_log import EpisodeReading, RolloutRecord, TokenStats
+from rlsys.replay.rollout_json import EpisodeReading, RolloutRecord, TokenStats
 from rlsys.types import Trajectory
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from rlsys.dashboard.index.run_files import Tail
 from rlsys.dashboard.index.spans import PREFIX
 from rlsys.dashboard.index.worker_logs import lines_in
 from rlsys.monitoring.machine_samples import LOGS
-from rlsys.replay.recorded_rollouts import step_in
+from rlsys.replay.rollout_parquet import step_in
 
 _PART_BYTES = 2**22
 """Bytes of lines in a transaction."""

@@ -13,7 +13,7 @@ from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index.folders import as_text
 from rlsys.dashboard.index.groups import RewardRange
 from rlsys.dashboard.responses import EpisodeAnswer, EpisodeRow, GroupAnswer, TrajectoryAnswer, TurnAnswer
-from rlsys.replay.rollout_log import RolloutRecord, TokenStats
+from rlsys.replay.rollout_json import RolloutRecord, TokenStats
 from rlsys.types import Episode, EpisodeSpan, Json, Task, Trajectory, Turn
 
 _MOST_TEXT = 2000

@@ -13,7 +13,7 @@ from rlsys.dashboard.query.configs import RunConfig, modification_stamp, read_co
 from rlsys.dashboard.query.history import EventHistory
 from rlsys.dashboard.query.rollout_files import RolloutFiles
 from rlsys.dashboard.query.rollout_listing import Lists
-from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.rollout_json import RolloutRecord
 
 _AT_ONCE = 16
 """Most blocks of spans to summarise during a request; if there are more, a thread summarises them."""

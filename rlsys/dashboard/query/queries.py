@@ -62,6 +62,53 @@ class ListedRun(NamedTuple):
     """Metric -> mean over its last 20 steps, or value of its last evaluation."""
 
 
+class RolloutReadings:
+    """Answers about the groups and episodes of runs. Thread-safe.
+
+    Every method raises `NoSuch` for a run, step, group, episode or task that does not exist.
+    """
+
+    def __init__(self, open_run: Callable[[str], OpenedRun]) -> None:
+        """`open_run`: gets a run by its id, to be entered."""
+        self._open = open_run
+
+    def groups(self, run: str, step: int | None = None) -> GroupsAnswer:
+        """Groups trained by a step."""
+        with self._open(run) as opened:
+            return opened.lists.step(step)
+
+    def scored_groups(self, run: str) -> list[ScoredGroup]:
+        """Groups with a reward, of all steps whose rollouts were written."""
+        with self._open(run) as opened:
+            return list(opened.lists.scored_groups())
+
+    def evaluations(self, run: str) -> EvaluationsAnswer:
+        """Every evaluation."""
+        with self._open(run) as opened:
+            samples = {name: opened.rollouts_of(name) for name in opened.datasets()}
+            done = newest_first(opened.history.evaluations.values())
+            return EvaluationsAnswer([evaluation_row(one, samples.get(one.dataset)) for one in done])
+
+    def group(self, run: str, step: int, group_id: int, dataset: str = "") -> GroupAnswer:
+        """A group trained by a step, or a task of the evaluation of that version on a data set."""
+        with self._open(run) as opened:
+            rollouts = opened.rollouts_of(dataset)
+            record = rollouts.record(step, group_id)
+            near = neighbours(rollouts.group_ids(step), group_id) if dataset else opened.lists.beside(step, group_id)
+            return group_answer(record, near)
+
+    def episode(self, run: str, step: int, group_id: int, episode: int, dataset: str = "") -> EpisodeAnswer:
+        """An episode of `group`."""
+        with self._open(run) as opened:
+            record = opened.rollouts_of(dataset).record(step, group_id)
+            is_replayable = not dataset and opened.is_replayable(record)
+            return episode_answer(record, episode, opened.folder.path if is_replayable else None)
+
+    def task(self, run: str, task: str) -> TaskAnswer:
+        with self._open(run) as opened:
+            return opened.lists.task(task)
+
+
 class Readings:
     """Answers about a folder of runs, or one run. Thread-safe.
 
@@ -76,6 +123,7 @@ class Readings:
         self._opened: OrderedDict[str, OpenedRun] = OrderedDict()
         """Runs by id, least recently used first."""
         self._glimpses = Glimpses()
+        self.rollouts = RolloutReadings(self._open)
 
     @property
     def num_opened(self) -> int:
@@ -144,42 +192,6 @@ class Readings:
                 AlertRule(name, alarms.thresholds.get(name), rule.unit, rule.meaning) for name, rule in RULES.items()
             ]
             return AlertsAnswer(rows, rules)
-
-    def groups(self, run: str, step: int | None = None) -> GroupsAnswer:
-        """Groups trained by a step."""
-        with self._open(run) as opened:
-            return opened.lists.step(step)
-
-    def scored_groups(self, run: str) -> list[ScoredGroup]:
-        """Groups with a reward, of all steps whose rollouts were written."""
-        with self._open(run) as opened:
-            return list(opened.lists.scored_groups())
-
-    def evaluations(self, run: str) -> EvaluationsAnswer:
-        """Every evaluation."""
-        with self._open(run) as opened:
-            samples = {name: opened.rollouts_of(name) for name in opened.datasets()}
-            done = newest_first(opened.history.evaluations.values())
-            return EvaluationsAnswer([evaluation_row(one, samples.get(one.dataset)) for one in done])
-
-    def group(self, run: str, step: int, group_id: int, dataset: str = "") -> GroupAnswer:
-        """A group trained by a step, or a task of the evaluation of that version on a data set."""
-        with self._open(run) as opened:
-            rollouts = opened.rollouts_of(dataset)
-            record = rollouts.record(step, group_id)
-            near = neighbours(rollouts.group_ids(step), group_id) if dataset else opened.lists.beside(step, group_id)
-            return group_answer(record, near)
-
-    def episode(self, run: str, step: int, group_id: int, episode: int, dataset: str = "") -> EpisodeAnswer:
-        """An episode of `group`."""
-        with self._open(run) as opened:
-            record = opened.rollouts_of(dataset).record(step, group_id)
-            is_replayable = not dataset and opened.is_replayable(record)
-            return episode_answer(record, episode, opened.folder.path if is_replayable else None)
-
-    def task(self, run: str, task: str) -> TaskAnswer:
-        with self._open(run) as opened:
-            return opened.lists.task(task)
 
     def cluster(
         self, run: str, from_s: float | None = None, to_s: float | None = None, width: int = 1000

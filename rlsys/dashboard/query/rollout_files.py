@@ -12,8 +12,8 @@ from typing import NoReturn
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index.folders import RunFolder, as_text
 from rlsys.errors import DataError
-from rlsys.replay.recorded_rollouts import RolloutFile, step_in
-from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.rollout_json import RolloutRecord
+from rlsys.replay.rollout_parquet import RolloutFile, step_in
 
 _TICK_NS = 2_000_000_000
 _KEPT = 4

@@ -13,7 +13,7 @@ from rlsys.dashboard.index.groups import PENDING, GroupFacts, Groups, RewardRang
 from rlsys.dashboard.query.episodes import Neighbours, num_tokens, rewards_of
 from rlsys.dashboard.query.rollout_files import RolloutFiles
 from rlsys.dashboard.responses import GroupRow, GroupsAnswer, TaskAnswer, TaskPoint
-from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.rollout_json import RolloutRecord
 from rlsys.types import OutcomeKind
 
 

@@ -143,7 +143,7 @@ def _learning(readings: Readings, run: str, summary: RunSummary) -> Iterator[Htm
         plot("Reward by function", by_function) if len(by_function) > 1 else Html(),
     )
     yield from _figures(figures)
-    evaluations = readings.evaluations(run).evaluations
+    evaluations = readings.rollouts.evaluations(run).evaluations
     datasets = {one.dataset: [e for e in evaluations[::-1] if e.dataset == one.dataset] for one in evaluations}
     training = _scores_of_training(readings, run)
     rows = [*([training] if training else []), *(_scores(name, found) for name, found in datasets.items())]

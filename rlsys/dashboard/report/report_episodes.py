@@ -24,7 +24,7 @@ _PROMPT, _ANSWER = (360, 4), (240, 6)
 
 def best_and_worst(readings: Readings, run: str) -> Iterator[Html]:
     """Groups with the highest and the lowest mean reward of all written steps, each of another task; newest first."""
-    groups = readings.scored_groups(run)
+    groups = readings.rollouts.scored_groups(run)
     if not groups:
         return
     yield h("h2", "Best and worst groups")
@@ -41,7 +41,7 @@ def _readable(readings: Readings, run: str, title: str, ranked: list[ScoredGroup
         if group.task_id in shown:
             continue
         try:
-            found = _group(readings, run, title, readings.group(run, group.step, group.group_id))
+            found = _group(readings, run, title, readings.rollouts.group(run, group.step, group.group_id))
         except NoSuch:
             num_unreadable += 1
             if num_unreadable == _MOST_UNREADABLE:
@@ -78,7 +78,7 @@ def _extreme_episodes(episodes: Sequence[EpisodeRow]) -> Sequence[EpisodeRow]:
 
 def _answer(readings: Readings, run: str, group: GroupAnswer, episode: EpisodeRow) -> str:
     """Last reply of an episode's root, whole."""
-    turns = readings.episode(run, group.step, group.group_id, episode.episode).trajectories[0].turns
+    turns = readings.rollouts.episode(run, group.step, group.group_id, episode.episode).trajectories[0].turns
     return turns[-1].text if turns else ""
 
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from rlsys.agents.agent import Tell
-from rlsys.agents.session_record import Budget
+from rlsys.agents.session_budget import Budget
 from rlsys.batch.samples import samples_of
 from rlsys.errors import DataError, TaskTooLong, WorkerDied
 from rlsys.gateway.gateway_server import MAX_BODY

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.agents.agent import Tell
 from rlsys.agents.environment import Environment, Step
-from rlsys.agents.session_record import Budget, Said, shown_line
+from rlsys.agents.session_budget import Budget, Said, shown_line
 from rlsys.agents.tool_calls import ToolCall, read_calls
 from rlsys.agents.tools import Toolbox
 from rlsys.agents.workflow import Agent, AgentStopped, BudgetSpent, ContextFull, Session, SingleTurn, Workflow

@@ -40,8 +40,8 @@ def answers(readings: Readings) -> Iterator[object]:
         lambda: readings.series("run", ["reward/mean", "*", "eval/*"]),
         lambda: readings.cluster("run", -1e300, 1e300),
         lambda: readings.compare(["run", "run"]),
-        lambda: readings.groups("run"),
-        lambda: readings.task("run", "task-1"),
+        lambda: readings.rollouts.groups("run"),
+        lambda: readings.rollouts.task("run", "task-1"),
         lambda: readings.change("run"),
     ):
         with suppress(RlsysError):
@@ -49,9 +49,9 @@ def answers(readings: Readings) -> Iterator[object]:
     for step in (1, 15, 30):
         for group_id in (0, 4 * step - 4):
             for about in (
-                lambda step=step: readings.groups("run", step),
-                lambda step=step, group_id=group_id: readings.group("run", step, group_id),
-                lambda step=step, group_id=group_id: readings.episode("run", step, group_id, 1),
+                lambda step=step: readings.rollouts.groups("run", step),
+                lambda step=step, group_id=group_id: readings.rollouts.group("run", step, group_id),
+                lambda step=step, group_id=group_id: readings.rollouts.episode("run", step, group_id, 1),
             ):
                 with suppress(RlsysError):
                     yield about()

@@ -42,7 +42,7 @@ def test_runs_below_such_a_folder_are_answered(tmp_path: Path) -> None:
     assert listed(root) == ["good"]
     readings = Readings(root)
     assert b"caf\xef\xbf\xbd/good" in Answer(readings.run("good")).body
-    assert Answer(readings.episode("good", 30, readings.groups("good").groups[0].group_id, 0)).body
+    assert Answer(readings.rollouts.episode("good", 30, readings.rollouts.groups("good").groups[0].group_id, 0)).body
 
 
 @pytest.mark.parametrize("text", ["a: 2024-99-99", "a: &x {b: *x}", "a: {b", "- 1", "a: \x00", "[" * 400, "x: é"])
@@ -83,17 +83,17 @@ def test_rollouts_on_another_disk_are_named_as_that(tmp_path: Path) -> None:
     (run / "rollouts").rename(tmp_path / "disk")
     (run / "rollouts").symlink_to(tmp_path / "disk")
     readings = Readings(tmp_path / "root")
-    assert not any(row.has_rollouts for row in readings.groups("run").groups)
+    assert not any(row.has_rollouts for row in readings.rollouts.groups("run").groups)
     with pytest.raises(NoSuch, match=r"`rollouts` leads out of .*/root, the folder that is served: serve"):
-        readings.group("run", 30, 0)
-    assert Readings(tmp_path).groups("root/run").last_step == 30
+        readings.rollouts.group("run", 30, 0)
+    assert Readings(tmp_path).rollouts.groups("root/run").last_step == 30
 
 
 def test_a_file_of_rollouts_that_leads_out_is_not_listed(tmp_path: Path) -> None:
     run = small_run(tmp_path / "root" / "run")
     (run / "rollouts" / "step_000099.parquet").symlink_to(tmp_path / "secret")
     (tmp_path / "secret").write_text('{"step":99,"group_id":0,')
-    assert Readings(tmp_path / "root").groups("run").last_step == 30
+    assert Readings(tmp_path / "root").rollouts.groups("run").last_step == 30
 
 
 def test_the_run_list_agrees_with_the_opened_run(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from rlsys.monitoring.events import (
     WorkerBusy,
     WorkerFailed,
 )
-from rlsys.replay.recorded_rollouts import read_records, write_records
+from rlsys.replay.rollout_parquet import read_records, write_records
 from rlsys.types import EpisodeSpan
 from tests.histories import BEGIN_S, History, Shape, big_run, small_run
 from tests.planted import BOTTLENECK, STALE_REPLICA, planted_run
@@ -123,7 +123,7 @@ def test_a_run_that_loads_its_models_is_starting(tmp_path: Path) -> None:
     assert readings_of(history).change("run").status == "starting"
     assert readings_of(history).cluster("run").lanes == []
     assert readings_of(history).ledger("run").pending == []
-    assert readings_of(history).groups("run").step is None
+    assert readings_of(history).rollouts.groups("run").step is None
 
 
 def test_an_answer_holds_what_was_written_a_moment_ago(history: History) -> None:
@@ -134,7 +134,7 @@ def test_an_answer_holds_what_was_written_a_moment_ago(history: History) -> None
     assert (before.step, after.step) == (3, 4)
     assert after.revision != before.revision
     assert readings.series("run", ["loss"]).series[0].steps == [1, 2, 3, 4]
-    assert readings.groups("run").step == 4
+    assert readings.rollouts.groups("run").step == 4
 
 
 def test_the_list_of_runs_changes_with_any_of_them(history: History) -> None:
@@ -242,10 +242,10 @@ def test_damaged_rollout_lines_are_counted_once_read(history: History) -> None:
     (history.folder / "events.jsonl").unlink()
     readings = readings_of(history)
     assert readings.run("run").num_corrupt == 0
-    assert len(readings.groups("run", 2).groups) == 4
+    assert len(readings.rollouts.groups("run", 2).groups) == 4
     assert readings.run("run").num_corrupt == 2
     with pytest.raises(NoSuch, match="cannot be read"):
-        readings.group("run", 2, first.key.group_id)
+        readings.rollouts.group("run", 2, first.key.group_id)
     assert readings.run("run").num_corrupt == 2
 
 
@@ -276,7 +276,7 @@ def test_groups_without_events_come_from_rollout_files(runs: Path, tmp_path: Pat
     (tmp_path / "old" / "metrics.jsonl").write_bytes((runs / "small" / "metrics.jsonl").read_bytes())
     for path in (runs / "small" / "rollouts").iterdir():
         (tmp_path / "old" / "rollouts" / path.name).write_bytes(path.read_bytes())
-    told, found = Readings(runs).groups("small", 20), Readings(tmp_path).groups("old", 20)
+    told, found = Readings(runs).rollouts.groups("small", 20), Readings(tmp_path).rollouts.groups("old", 20)
     assert replace(found, groups=[]) == replace(told, groups=[])
     for row, expected in zip(found.groups, told.groups, strict=True):
         assert row == expected
@@ -285,7 +285,7 @@ def test_groups_without_events_come_from_rollout_files(runs: Path, tmp_path: Pat
 def test_a_resumed_run_takes_back_the_steps_it_lost(history: History) -> None:
     readings = readings_of(history)
     assert readings.series("run", ["loss"]).series[0].steps == [1, 2, 3]
-    lost = readings.groups("run", 3).groups[0].group_id
+    lost = readings.rollouts.groups("run", 3).groups[0].group_id
     history.emit(RunStarted(str(history.folder), 2, 30), after_s=30)
     assert readings.change("run").step == 2
     assert readings.series("run", ["loss"]).series[0].steps == [1, 2]
@@ -349,7 +349,7 @@ def test_the_later_value_of_a_step_wins_in_any_order() -> None:
 
 def test_the_groups_of_a_step_can_be_told_apart(runs: Path) -> None:
     readings = Readings(runs)
-    answer = readings.groups("small", 3)
+    answer = readings.rollouts.groups("small", 3)
     assert (answer.previous_step, answer.next_step, answer.first_step, answer.last_step) == (2, 4, 1, 30)
     assert [row.group_id for row in answer.groups] == [12, 13, 14, 15, 16, 17]
     assert [row.staleness for row in answer.groups] == [0, 1, 0, 1, 0, 1]
@@ -357,25 +357,25 @@ def test_the_groups_of_a_step_can_be_told_apart(runs: Path) -> None:
     assert [row.group_id for row in answer.groups if row.num_failed] == [15]
     assert [row.group_id for row in answer.groups if row.num_truncated] == [16]
     with pytest.raises(NoSuch, match="from 1 to 30"):
-        readings.groups("small", 31)
+        readings.rollouts.groups("small", 31)
 
 
 def test_groups_are_listed_though_their_rollouts_were_not_written(history: History) -> None:
     for step in (1, 3):
         (history.folder / "rollouts" / f"step_{step:06}.parquet").unlink()
     readings = readings_of(history)
-    newest, before = readings.groups("run"), readings.groups("run", 2)
+    newest, before = readings.rollouts.groups("run"), readings.rollouts.groups("run", 2)
     assert (newest.step, newest.previous_step, newest.first_step) == (3, 2, 1)
     assert [row.group_id for row in newest.groups] == [12, 13, 14, 15, 16, 17]
     assert {row.has_rollouts for row in newest.groups} == {False}
     assert {row.has_rollouts for row in before.groups} == {True}
     assert readings.run("run").steps_written == (2, 2)
     with pytest.raises(NoSuch, match="see record"):
-        readings.group("run", 3, 12)
+        readings.rollouts.group("run", 3, 12)
 
 
 def test_a_group_shows_its_episodes_side_by_side(runs: Path) -> None:
-    answer = Readings(runs).group("small", 3, 15)
+    answer = Readings(runs).rollouts.group("small", 3, 15)
     assert (answer.previous_group_id, answer.next_group_id, answer.task_id) == (14, 16, "task-15")
     assert [row.outcome for row in answer.episodes] == ["ok", "failed", "ok", "ok"]
     failed = answer.episodes[1]
@@ -384,7 +384,7 @@ def test_a_group_shows_its_episodes_side_by_side(runs: Path) -> None:
     assert answer.episodes[0].num_turns == 3
     assert answer.episodes[0].text.startswith("The answer is")
     with pytest.raises(NoSuch, match="no group 99"):
-        Readings(runs).group("small", 3, 99)
+        Readings(runs).rollouts.group("small", 3, 99)
 
 
 def test_a_replay_is_offered_only_of_steps_whose_data_is_there(tmp_path: Path) -> None:
@@ -394,15 +394,19 @@ def test_a_replay_is_offered_only_of_steps_whose_data_is_there(tmp_path: Path) -
         history.step()
     history.end("finished")
     (history.folder / "rollouts" / "step_000002.parquet").unlink()
-    assert [bool(Readings(tmp_path).episode("partial", n, n - 1, 0).replay) for n in (1, 3, 4)] == [True, False, False]
+    assert [bool(Readings(tmp_path).rollouts.episode("partial", n, n - 1, 0).replay) for n in (1, 3, 4)] == [
+        True,
+        False,
+        False,
+    ]
     checkpoint = history.folder / "checkpoints" / "step_000003"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
-    assert Readings(tmp_path).episode("partial", 4, 3, 0).replay, "it begins from the checkpoint of step 3"
+    assert Readings(tmp_path).rollouts.episode("partial", 4, 3, 0).replay, "it begins from the checkpoint of step 3"
 
 
 def test_an_episode_is_told_token_by_token(runs: Path) -> None:
-    answer = Readings(runs).episode("small", 3, 15, 0)
+    answer = Readings(runs).rollouts.episode("small", 3, 15, 0)
     assert answer.replay == f"rlsys replay {runs / 'small'} --step 3"
     lead, subagent = answer.trajectories
     assert (lead.parent, subagent.parent) == (None, 0)
@@ -415,9 +419,9 @@ def test_an_episode_is_told_token_by_token(runs: Path) -> None:
         assert {len(column) for column in columns} == {len(turn.pieces)}
     expected = ["left_out" if masked else "trained" for masked in reading.is_masked]
     assert (lead.turns[0].masks, lead.turns[0].said) == (expected, reading.said)
-    assert set(Readings(runs).episode("small", 3, 15, 1).trajectories[0].turns[0].masks) == {"left_out"}
+    assert set(Readings(runs).rollouts.episode("small", 3, 15, 1).trajectories[0].turns[0].masks) == {"left_out"}
     with pytest.raises(NoSuch, match="0 to 3"):
-        Readings(runs).episode("small", 3, 15, 4)
+        Readings(runs).rollouts.episode("small", 3, 15, 4)
 
 
 def test_per_token_advantages_replace_the_single_one(history: History) -> None:
@@ -428,25 +432,25 @@ def test_per_token_advantages_replace_the_single_one(history: History) -> None:
     reading["advantages"] = [0.25 * i for i in range(len(reading["pieces"]))]
     write_lines(path, lines)
     readings, group_id = readings_of(history), lines[0]["group_id"]
-    (trajectory,) = readings.episode("run", 3, group_id, 0).trajectories
+    (trajectory,) = readings.rollouts.episode("run", 3, group_id, 0).trajectories
     assert trajectory.advantage is None
     assert list(trajectory.turns[0].advantages) == reading["advantages"]
-    row, other = readings.group("run", 3, group_id).episodes[:2]
+    row, other = readings.rollouts.group("run", 3, group_id).episodes[:2]
     assert row.advantage is None
-    (trajectory,) = readings.episode("run", 3, group_id, 1).trajectories
+    (trajectory,) = readings.rollouts.episode("run", 3, group_id, 1).trajectories
     assert other.advantage is not None
     assert {other.advantage, trajectory.advantage} == set(trajectory.turns[0].advantages)
 
 
 def test_a_task_is_followed_over_time(runs: Path) -> None:
     readings = Readings(runs)
-    points = readings.task("small", "task-1").points
+    points = readings.rollouts.task("small", "task-1").points
     assert [p.group_id for p in points] == [1, 25, 49, 73, 97, 121, 145, 169]
     assert {p.fate for p in points if p.step is not None} == {"trained"}
     dropped = [(p.group_id, p.fate, p.reason, p.has_rollouts) for p in points if p.step is None]
     assert dropped == [(25, "dropped", "failed", False), (145, "dropped", "failed", False)]
     with pytest.raises(NoSuch):
-        readings.task("small", "task-99")
+        readings.rollouts.task("small", "task-99")
 
 
 def test_the_ledger_lists_pending_groups_with_state_place_and_attempts(history: History) -> None:
@@ -708,11 +712,11 @@ def test_samples_of_an_evaluation_open_like_training_episodes(history: History) 
     )
     rollouts(history.folder / "evaluations/held_out/step_000003.parquet", (1.0, 0.0, None, 1.0), step=3)
     readings = readings_of(history)
-    (row,) = readings.evaluations("run").evaluations
+    (row,) = readings.rollouts.evaluations("run").evaluations
     assert (row.scores, row.failures, row.has_samples) == ({"mean": 0.5, "failed_frac": 0.25}, {"no judge": 1.0}, True)
-    group = readings.group("run", 3, 1, "held_out")
+    group = readings.rollouts.group("run", 3, 1, "held_out")
     assert (group.previous_group_id, group.next_group_id, group.episodes[0].reason) == (0, None, "no judge")
-    episode = readings.episode("run", 3, 1, 1, "held_out")
+    episode = readings.rollouts.episode("run", 3, 1, 1, "held_out")
     assert (episode.reward, episode.replay) == (1.0, "")
 
 
@@ -720,7 +724,7 @@ def test_samples_of_an_evaluation_open_like_training_episodes(history: History) 
 def test_only_data_sets_of_the_run_have_samples(history: History, dataset: str) -> None:
     (history.folder / "evaluations/held_out").mkdir(parents=True)
     with pytest.raises(NoSuch, match="no evaluation on"):
-        readings_of(history).group("run", 3, 0, dataset)
+        readings_of(history).rollouts.group("run", 3, 0, dataset)
 
 
 def test_an_episode_has_the_timeline_that_was_recorded(history: History) -> None:
@@ -730,12 +734,12 @@ def test_an_episode_has_the_timeline_that_was_recorded(history: History) -> None
     timed = replace(record.episodes[0], began_s=BEGIN_S, spans=spans)
     write_records(path, [replace(record, episodes=(timed, record.episodes[1]))])
     readings = readings_of(history)
-    episode = readings.episode("run", 3, 0, 0)
+    episode = readings.rollouts.episode("run", 3, 0, 0)
     assert (episode.began_s, episode.seconds, tuple(episode.timeline)) == (BEGIN_S, 3.75, spans)
     assert (episode.trajectories[0].turns[0].start_s, episode.trajectories[0].turns[0].seconds) == (0.25, 1.5)
-    untimed = readings.episode("run", 3, 0, 1)
+    untimed = readings.rollouts.episode("run", 3, 0, 1)
     assert (untimed.seconds, untimed.trajectories[0].turns[0].seconds, list(untimed.timeline)) == (None, None, [])
-    assert [row.seconds for row in readings.group("run", 3, 0).episodes] == [3.75, None]
+    assert [row.seconds for row in readings.rollouts.group("run", 3, 0).episodes] == [3.75, None]
 
 
 def test_failed_episodes_are_counted_by_the_text_of_their_exception(history: History) -> None:

@@ -20,7 +20,7 @@ from rlsys.dashboard.report.markup import h, join_html, table
 from rlsys.dashboard.report.plots import plot, short
 from rlsys.dashboard.responses import Series
 from rlsys.monitoring.events import RunEnded, RunStarted, StepDone
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from tests.histories import History, Shape, small_run
 from tests.rollouts import damage, lines_of, write_lines
 

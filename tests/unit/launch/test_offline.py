@@ -29,7 +29,7 @@ from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.monitoring.events import Events, FileSkipped
-from rlsys.replay.recorded_rollouts import read_records
+from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, run_virtual, tasks
 from workers.text.tokenizer import TextTokenizer
 

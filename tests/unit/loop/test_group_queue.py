@@ -549,7 +549,7 @@ async def test_the_learner_waits_for_the_columns_that_annotators_add():
     queue = queue_of(2, max_staleness=1, columns=COLUMNS)
     await produced(queue, 3)
     assert (queue.num_finished, [each.group_id for each in queue.finished_groups]) == (0, [0, 1, 2])
-    assert queue.lacking(queue.groups[0]) == [COLUMN]
+    assert queue.groups[0].lacking(COLUMNS) == [COLUMN]
     groups = await queue.take_for(COLUMN, max_tokens=30)
     assert [each.group_id for each in groups] == [0, 1, 2]
     for one in reversed(groups):
@@ -758,7 +758,7 @@ async def test_exactly_one_attempt_per_group_is_consumed(seed):
                     pass
         for one in queue.groups.values():
             for column in ("episodes", "reward", COLUMN):
-                is_there = column not in queue.lacking(one)
+                is_there = column not in one.lacking(queue.columns)
                 assert put(queue, one, column) == (not is_there)
         rest = [group_id for _ in range(10 - len(consumed)) for group_id in await taken(queue)]
         assert sorted([*rest, *(one.group_id for one in consumed)]) == list(range(10))

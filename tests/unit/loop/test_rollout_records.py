@@ -13,7 +13,7 @@ import pytest
 from rlsys.contracts import Actor, Saving, TrainedGroup, TrainStats
 from rlsys.errors import CheckpointError, ModelError, PayloadLost, RlsysError, WorkerDied
 from rlsys.loop.learner import StepResult
-from rlsys.loop.rollout_records import MOST_UNWRITTEN, RolloutWriter
+from rlsys.loop.rollout_writer import MOST_UNWRITTEN, RolloutWriter
 from rlsys.monitoring.events import Events, FileSkipped, RolloutsWritten, WorkerFailed
 from rlsys.testing.fake_run import EventRecorder
 from rlsys.types import Task

@@ -29,8 +29,8 @@ from rlsys.monitoring.tracker import EndReason, RunFacts, StepTracker, TrackedEp
 from rlsys.monitoring.trackers.mlflow import MLflow, experiment_of
 from rlsys.monitoring.trackers.tensorboard import TensorBoard
 from rlsys.monitoring.trackers.tracker_thread import LONGEST, InThread, sample_rows
-from rlsys.replay.recorded_rollouts import write_records
-from rlsys.replay.rollout_log import RolloutRecord
+from rlsys.replay.rollout_json import RolloutRecord
+from rlsys.replay.rollout_parquet import write_records
 from rlsys.types import Episode, GroupKey, Task, Trajectory
 from tests.rollouts import rollouts, said
 

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.packing import SampleRef
 from rlsys.batch.samples import place_turns, samples_of
-from rlsys.replay.rollout_log import RolloutRecord, TokenStats
+from rlsys.replay.rollout_json import RolloutRecord, TokenStats
 from rlsys.types import Episode, Task, Trajectory, Turn, VersionSpan
 from tests.training import group_of
 from workers.train.token_columns import Reader, Speller, TokenColumns

@@ -24,12 +24,7 @@ from hypothesis import strategies as st
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
-from rlsys.replay.recorded_rollouts import (
-    RolloutFile,
-    read_records,
-    write_records,
-)
-from rlsys.replay.rollout_log import (
+from rlsys.replay.rollout_json import (
     GroupRecord,
     RolloutRecord,
     TokenStats,
@@ -37,6 +32,11 @@ from rlsys.replay.rollout_log import (
     decoder_of,
     read_groups,
     write_groups,
+)
+from rlsys.replay.rollout_parquet import (
+    RolloutFile,
+    read_records,
+    write_records,
 )
 from rlsys.types import (
     Acknowledged,

@@ -12,13 +12,13 @@ from rlsys.contracts import TrainStats
 from rlsys.loop.learner import StepResult
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.monitoring.metric_catalog import undocumented_names
-from rlsys.replay.recorded_rollouts import read_records, write_records
-from rlsys.replay.rollout_log import (
+from rlsys.replay.rollout_json import (
     GroupRecord,
     RolloutRecord,
     read_groups,
     write_groups,
 )
+from rlsys.replay.rollout_parquet import read_records, write_records
 from rlsys.types import Episode, GroupKey, Score, Task, Trajectory
 from tests.groups import episode, group, queue_of
 

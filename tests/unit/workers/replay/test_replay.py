@@ -24,7 +24,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.loop.checkpoint import ACTOR, CONFIG, CRITIC, GROUPS, FailedStep, read_failed
 from rlsys.replay.replay_results import NonFinite, ReplayedSample, ReplayedStep
-from rlsys.replay.rollout_log import GroupRecord, write_groups
+from rlsys.replay.rollout_json import GroupRecord, write_groups
 from rlsys.types import Distribution, Episode
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of

@@ -28,8 +28,8 @@ from rlsys.loop.build_driver import shape_of
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STATE, file_hash
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
-from rlsys.replay.recorded_rollouts import read_records, write_records
-from rlsys.replay.rollout_log import RolloutRecord, Rows
+from rlsys.replay.rollout_json import RolloutRecord, Rows
+from rlsys.replay.rollout_parquet import read_records, write_records
 from rlsys.replay.run_history import RecordedSteps, read_history
 from rlsys.types import Distribution, Episode, Group, Task
 from tests.models import random_group, save_model, tiny_qwen3

@@ -4,7 +4,7 @@
 fields. The round trip is exact for finite floats. A logprob that is not finite comes back as NaN, because JSON has no
 NaN and `orjson` writes null, so that a step which failed on it fails again.
 
-Rollouts, which `rlsys.replay.recorded_rollouts` writes, have two readers: people, who need texts and numbers by token
+Rollouts, which `rlsys.replay.rollout_parquet` writes, have two readers: people, who need texts and numbers by token
 (`readings`), and `rlsys replay`, which trains them again (`assigned`, `columns`).
 """
 

@@ -22,7 +22,7 @@ import orjson
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
-from rlsys.replay.rollout_log import EpisodeReading, RolloutRecord, TokenStats, as_plain, decoder_of
+from rlsys.replay.rollout_json import EpisodeReading, RolloutRecord, TokenStats, as_plain, decoder_of
 from rlsys.types import Episode, GroupKey, Task
 
 if TYPE_CHECKING:
