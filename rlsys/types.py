@@ -396,9 +396,8 @@ class TrajectoryMeta:
         return sum(sample.num_trained for sample in self.samples)
 
 
-Origin: TypeAlias = Literal["own", "stored", "foreign"]
-"""Where the tokens of an episode come from: sampled for its group, for an earlier group of the task, or by no policy of
-the run, such as recorded answers."""
+Origin: TypeAlias = Literal["own", "stored"]
+"""Where the tokens of an episode come from: sampled for its group, or for an earlier group of the task."""
 
 
 @dataclass(frozen=True)

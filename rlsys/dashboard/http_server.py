@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index.event_decoding import WHOLE
 from rlsys.dashboard.index.sql_query import MOST_LETTERS, MOST_ROWS, TableQuery
-from rlsys.dashboard.query.queries import MOST_OPENED, Readings, RolloutReadings
+from rlsys.dashboard.query.queries import MOST_OPENED, Readings
 from rlsys.dashboard.query.table_queries import Tables
 from rlsys.dashboard.responses import Axis
 from rlsys.dashboard.security import error_response
@@ -48,7 +48,7 @@ class Answer(Response):
 def app_of(readings: Readings, tables: Tables, changes: Changes) -> FastAPI:
     """All addresses. `rlsys.dashboard.security.Guard` checks access before this app."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=_HANDLERS)
-    for router in (_runs(readings, tables), _rollouts(readings.rollouts), _tables(tables), _stream(changes)):
+    for router in (_runs(readings, tables), _rollouts(readings), _tables(tables), _stream(changes)):
         app.include_router(router, prefix="/api")
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
@@ -113,28 +113,28 @@ def _runs(readings: Readings, tables: Tables) -> APIRouter:
     return router
 
 
-def _rollouts(rollouts: RolloutReadings) -> APIRouter:
+def _rollouts(readings: Readings) -> APIRouter:
     router, get = _router()
 
     @get("/groups")
     def groups(run: Run, step: Whole | None = None) -> Answer:
-        return Answer(rollouts.groups(run, step))
+        return Answer(readings.rollouts.groups(run, step))
 
     @get("/group")
     def group(run: Run, step: Whole, group_id: Whole, dataset: Name = "") -> Answer:
-        return Answer(rollouts.group(run, step, group_id, dataset))
+        return Answer(readings.rollouts.group(run, step, group_id, dataset))
 
     @get("/episode")
     def episode(run: Run, step: Whole, group_id: Whole, episode: Whole, dataset: Name = "") -> Answer:
-        return Answer(rollouts.episode(run, step, group_id, episode, dataset))
+        return Answer(readings.rollouts.episode(run, step, group_id, episode, dataset))
 
     @get("/evaluations")
     def evaluations(run: Run) -> Answer:
-        return Answer(rollouts.evaluations(run))
+        return Answer(readings.rollouts.evaluations(run))
 
     @get("/task")
     def task(run: Run, task: Name) -> Answer:
-        return Answer(rollouts.task(run, task))
+        return Answer(readings.rollouts.task(run, task))
 
     return router
 

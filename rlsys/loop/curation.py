@@ -2,11 +2,12 @@
 
 One seam between the loop and everything that depends on the outcomes of earlier episodes (DART, arXiv:2509.23866):
 
-    `on_issue`   a task that mostly succeeds gets fewer episodes                           `fewer_above`
-                 a task that nearly always succeeds or fails is skipped for a while        `success_within`
-                 episodes are not much longer than the longest success of their task       `length_cap`
-    `on_scored`  a stored success replaces one episode of a group without a success        `stored_successes`
-    `factors`    sources of data are drawn by what their groups teach                      `source_weights`
+    `on_issue`       a task that mostly succeeds gets fewer episodes                        `fewer_above`
+                     a task that nearly always succeeds or fails is skipped for a while     `success_within`
+                     episodes are not much longer than the longest success of their task    `length_cap`
+    `on_scored`      a stored success replaces one episode of a group without a success     `stored_successes`
+    `check_teaches`  a group that teaches nothing is dropped                                whatever is set
+    `factors`        sources of data are drawn by what their groups teach                   `source_weights`
 
 Its decisions use the groups that were scored, and trained or dropped, when the newest step was published. With
 `max_staleness: 0` all issued groups are settled before the next step, so decisions do not depend on timing. A reissued
@@ -24,9 +25,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import ceil
 
+from rlsys.algorithm import Algorithm
+from rlsys.batch.packing import num_trained
 from rlsys.config.sections import CurationSection, fewer
 from rlsys.contracts import Replacement
-from rlsys.errors import PayloadLost
+from rlsys.errors import NothingToTrain, PayloadLost, ZeroAdvantage
 from rlsys.monitoring.events import EpisodeReplaced, Events
 from rlsys.types import EpisodeMeta, Group, PolicyVersion
 from rlsys.util.deviation import deviation
@@ -338,6 +341,44 @@ class Curation:
             del self._history.scored[group_id]
 
 
+def check_teaches(group: Group, algorithm: Algorithm) -> None:
+    """Check that a scored group teaches the policy something (dynamic sampling, DAPO, arXiv:2503.14476).
+
+    Raises `NothingToTrain` if no trained token has an advantage. Raises `ZeroAdvantage` if its rewards are all
+    equal, if its policy has nothing to be compared with, or if only frozen agents or other policies sampled.
+    """
+    name = f"group {group.group_id} (task {group.task_id})"
+    if _is_silent(group):
+        raise ZeroAdvantage(f"{name}: only other policies than {group.policy} spoke in it")
+    if not num_trained(group, algorithm.assign(group)):
+        if num_trained(group, tuple(algorithm.advantages(group))):
+            raise ZeroAdvantage(f"{name}: every trajectory belongs to algorithm.frozen_agents")
+        if group.num_trained and not _has_own_failure(group):
+            raise ZeroAdvantage(f"{name}: there is nobody to compare what {group.policy} said with")
+        failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
+        why = failures[0] if failures else "no trained token was given an advantage"
+        raise NothingToTrain(f"{name}: {why}")
+    if not algorithm.can_learn_from(group):
+        own = {t.reward for _, t in group.trajectories() if t.reward is not None}
+        rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
+        is_spread = len(rewards) > 1
+        summary = f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if is_spread else f"equal rewards: {rewards}"
+        raise ZeroAdvantage(f"{name} has {summary}")
+
+
 def num_sampled(episode: EpisodeMeta) -> int:
     """Return the tokens that the policies sampled in an episode."""
     return sum(sample.num_trained for trajectory in episode.trajectories for sample in trajectory.samples)
+
+
+def _is_silent(group: Group) -> bool:
+    """Return True if other policies acted in the group, and its own policy in no episode that did not fail."""
+    everyone = (t for e in group.episodes if not e.is_failed for t in e.trajectories)
+    spoke = {t.policy for t in everyone if t.samples or t.outcome.is_failed}
+    return bool(spoke) and group.policy not in spoke
+
+
+def _has_own_failure(group: Group) -> bool:
+    """Return True if a failure excludes a trajectory of the group's policy from training."""
+    own = [(e.trajectories[0], t) for e in group.episodes for t in e.trajectories if t.policy == group.policy]
+    return any(root.outcome.is_failed or t.outcome.is_failed for root, t in own)

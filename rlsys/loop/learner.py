@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias, TypeVar
 from rlsys.algorithm import Algorithm, Assigned, Column
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainStats, Workers
-from rlsys.errors import ConfigError, NothingToTrain, OutOfMemory, PayloadLost, RlsysError, TrainingError, ZeroAdvantage
+from rlsys.errors import ConfigError, OutOfMemory, PayloadLost, RlsysError, TrainingError, ZeroAdvantage
 from rlsys.loop.checkpoint import CONFIG, GROUPS, STEP, FailedStep, SavedModels, check_seen, copy_and_write
 from rlsys.loop.failure_policy import Retries
 from rlsys.types import Group, PolicyVersion, Ref
@@ -121,30 +121,6 @@ class Learner:
                 "it: start a reference for reference_*, a critic for values"
             )
 
-    def check(self, group: Group) -> None:
-        """Check that a scored group can be trained.
-
-        Raises `NothingToTrain` if no trained token has an advantage. Raises `ZeroAdvantage` if its rewards are all
-        equal, if its policy has nothing to be compared with, or if only frozen agents or other policies sampled.
-        """
-        name = f"group {group.group_id} (task {group.task_id})"
-        if _is_silent(group):
-            raise ZeroAdvantage(f"{name}: only other policies than {group.policy} spoke in it")
-        if not num_trained(group, self.algorithm.assign(group)):
-            if num_trained(group, tuple(self.algorithm.advantages(group))):
-                raise ZeroAdvantage(f"{name}: every trajectory belongs to algorithm.frozen_agents")
-            if group.num_trained and not _has_own_failure(group):
-                raise ZeroAdvantage(f"{name}: there is nobody to compare what {group.policy} said with")
-            failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]
-            why = failures[0] if failures else "no trained token was given an advantage"
-            raise NothingToTrain(f"{name}: {why}")
-        if not self.algorithm.can_learn_from(group):
-            own = {t.reward for _, t in group.trajectories() if t.reward is not None}
-            rewards = sorted(own or {t.reward for _, t in group.everyone() if t.reward is not None})
-            is_spread = len(rewards) > 1
-            summary = f"rewards from {rewards[0]:g} to {rewards[-1]:g}" if is_spread else f"equal rewards: {rewards}"
-            raise ZeroAdvantage(f"{name} has {summary}")
-
     async def step(self, groups: Sequence[Group], version: PolicyVersion) -> StepResult:
         """Train the step that starts from `version`.
 
@@ -243,16 +219,3 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
     if lost:
         raise PayloadLost(tuple(sorted(lost)))
     return [result for result in results if not isinstance(result, BaseException)]
-
-
-def _is_silent(group: Group) -> bool:
-    """Return True if other policies acted in the group, and its own policy in no episode that did not fail."""
-    everyone = (t for e in group.episodes if not e.is_failed for t in e.trajectories)
-    spoke = {t.policy for t in everyone if t.samples or t.outcome.is_failed}
-    return bool(spoke) and group.policy not in spoke
-
-
-def _has_own_failure(group: Group) -> bool:
-    """Return True if a failure excludes a trajectory of the group's policy from training."""
-    own = [(e.trajectories[0], t) for e in group.episodes for t in e.trajectories if t.policy == group.policy]
-    return any(root.outcome.is_failed or t.outcome.is_failed for root, t in own)

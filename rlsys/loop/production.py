@@ -10,7 +10,7 @@ from typing import Any
 from rlsys.algorithm import Column
 from rlsys.contracts import Replacement, Workers
 from rlsys.errors import DeadlineExceeded, GroupExpired, PayloadLost, WorkerDied
-from rlsys.loop.curation import Curation
+from rlsys.loop.curation import Curation, check_teaches
 from rlsys.loop.failure_policy import DroppedGroups, GivenUp, Retries
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup, Permit
 from rlsys.loop.learner import REFERENCE, Learner
@@ -104,7 +104,7 @@ class Production:
         """Offer a scored group to the learner. Raises `NothingToTrain` or `ZeroAdvantage` if it cannot be trained."""
         if not self.queue.score(group, scored):
             return
-        self.learner.check(scored)
+        check_teaches(scored, self.learner.algorithm)
         self.queue.offer(group)
         self.dropped_groups.on_group_scored()
 

@@ -9,9 +9,8 @@ import pytest
 from algorithms.grpo import GRPO
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import NothingToTrain, ZeroAdvantage
-from rlsys.loop.learner import BatchShape, Learner
-from rlsys.loop.step_metrics import StepClock, _rewards
-from rlsys.testing import FakeWorld
+from rlsys.loop.curation import check_teaches
+from rlsys.loop.step_metrics import _rewards
 from rlsys.types import Episode, Group, GroupKey, Score, Trajectory, Turn, VersionSpan, failed
 
 
@@ -63,36 +62,34 @@ class Unmoved(GRPO):
         return False
 
 
-def learner() -> Learner:
-    clock = StepClock()
-    return Learner(FakeWorld().workers(), GRPO(group_size=2), BatchShape(1, 100), clock.span, None, str, None)  # type: ignore[arg-type]
+ALGORITHM = GRPO(group_size=2)
 
 
 def test_a_policy_without_turns_has_zero_advantage_and_no_failure():
     alone = (PAIR[0],)
     silent = view("helper", alone, alone).with_scores((Score(1.0), Score(0.0)))
     with pytest.raises(ZeroAdvantage, match="only other policies than helper spoke in it"):
-        learner().check(silent)
+        check_teaches(silent, ALGORITHM)
 
 
 def test_a_policy_in_only_one_episode_has_zero_advantage():
     rewarded = (PAIR[0], said("helper", 2, reward=1.0))
     group = view("helper", rewarded, (PAIR[0],)).with_scores((Score(1.0), Score(0.0)))
     with pytest.raises(ZeroAdvantage, match="nobody to compare what helper said with"):
-        learner().check(group)
+        check_teaches(group, ALGORITHM)
     scored = view("helper", rewarded, rewarded).with_scores((Score(1.0), Score(None, "the judge raised")))
     with pytest.raises(NothingToTrain, match="the judge raised"):
-        learner().check(scored)
+        check_teaches(scored, ALGORITHM)
 
 
 def test_equal_root_rewards_are_reported_for_an_unrewarded_policy():
     group = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(1.0)))
     with pytest.raises(ZeroAdvantage, match=r"equal rewards: \[1.0\]"):
-        replace(learner(), algorithm=Unmoved(group_size=2)).check(group)
+        check_teaches(group, Unmoved(group_size=2))
 
 
 def test_a_policy_whose_agents_all_failed_has_failed():
     broken = (PAIR[0], replace(PAIR[1], outcome=failed("its tool broke")))
     group = view("helper", broken, broken).with_scores((Score(1.0), Score(0.0)))
     with pytest.raises(NothingToTrain, match="its tool broke"):
-        learner().check(group)
+        check_teaches(group, ALGORITHM)
