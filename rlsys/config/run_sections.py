@@ -183,8 +183,8 @@ class LimitsSection(Section):
     max_failed_groups: PositiveInt = 16
     """Groups dropped in a row, failed or too long, that end the run."""
     max_zero_advantage_groups: PositiveInt = 1000
-    """Groups in a row without a signal, such as equal rewards, that end the run; a tenth of this number causes a
-    warning."""
+    """Groups in a row that teach nothing, such as those with equal rewards, that end the run; a tenth of this number
+    causes a warning."""
 
 
 class RecordSection(Section):

@@ -34,7 +34,7 @@ _WRONG_ORIGIN: Mapping[Answers, str] = {
 def _signals_are_made(algorithm: Algorithm) -> Iterator[Problem]:
     if unknown := sorted(str(signal) for signal in algorithm.columns if not isinstance(signal, Column)):
         asked, known = ", ".join(unknown), ", ".join(Column)
-        text = f"{_name(algorithm)} asks for {asked}, which no worker makes; signals are {known}"
+        text = f"{_name(algorithm)} asks for {asked}, which no worker makes; columns are {known}"
         yield ("algorithm",), text
 
 

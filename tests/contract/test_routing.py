@@ -479,4 +479,4 @@ def test_vllm_on_a_cpu_is_refused_before_anything_starts() -> None:
     }
     with pytest.raises(ValidationError, match=r"routing_replay: vllm records no experts on a CPU: set rollout.engine"):
         Config(**given)
-    assert Config(**{**given, "rollout": {"engine": "vllm", "num_gpus": 1}}).train.routing_replay
+    assert Config(**given, resources={"rollout": {"gpus": 1}}).train.routing_replay

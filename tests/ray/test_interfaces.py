@@ -87,7 +87,7 @@ def test_a_run_is_exported_by_a_command(history: History, tmp_path: Path):
 
 
 def samples_of(run: Path, dataset: str) -> list[dict[str, Any]]:
-    asked = rlsys("query", run, f'samples where dataset = "{dataset}" show step, reason', "--json")
+    asked = rlsys("query", run, f"select step, reason from samples where dataset = '{dataset}'", "--json")
     assert asked.code == 0, asked.stderr
     return json.loads(asked.stdout)["rows"]
 

@@ -287,7 +287,7 @@ def test_a_replica_gives_way_to_a_scarcer_worker_and_returns():
         await pool.ready()
         pool.give_way("reward-0.1")
         (failure,) = pool.failures
-        assert str(failure) == "rollout-1 while giving way: the cluster has no other room for reward-0.1"
+        assert str(failure) == "rollout-1 while yielding its resources: the cluster has no other room for reward-0.1"
         assert (pool.killed, [worker.name for worker in pool.processes]) == (["rollout-1"], ["rollout-0"])
         pool.give_way("reward-0.1")
         assert pool.killed == ["rollout-1"], "the only replica stays"
