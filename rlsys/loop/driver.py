@@ -3,18 +3,22 @@
     loop       consumes            produces           waits for                      unblocked by
     produce    permits, tasks      episodes, rewards  a free permit                  learn releasing a step's permits
     annotate   episodes            a column           a rolled-out group             produce
-    learn      groups that have    weights, metrics   the oldest groups to have all  produce and annotate, or a group
-               all their columns                      their columns                  being dropped; the death of a rank
+    learn      groups that have    weights, metrics   the next groups in order to    produce and annotate, or a group
+               all their columns                      have all their columns         being dropped; the death of a rank
     evaluate   pinned weights      eval metrics       its replicas and rewards       their results
     supervise  dead relays         filled relays      a relay to die                 never; cancelled at the end
-    repack     loads of replicas   moves              a publish, or 5 s            never; cancelled at the end
+    repack     loads of replicas   moves              learn's publish, or 5 s        learn; cancelled at the end
     look       loads, placements   events             `look_s`                       never; cancelled at the end
     watch      idle time           NoProgress         the no-progress limit          never; cancelled at the end
 
-The driver decides and never touches the payload of a group. Synchronous RL is this loop with `max_staleness: 0`.
-`produce` and `annotate` are in `rlsys.loop.production`. `repack` and `look` are companions, which a run can do
-without. `rlsys.loop.saver` saves checkpoints;
-`rlsys.loop.recovery` says what happens after the death of a rank.
+Beside them, what a step began goes on: its weights arrive, its checkpoint and its rollout file are written. The next of
+its kind waits for it, and raises its failure.
+
+The driver decides and never touches the payload of a group. The number of permits bounds staleness
+(`rlsys.loop.admission`); `queue.take` checks it again. Synchronous RL is this loop with `max_staleness: 0`. `produce`
+and `annotate` are in `rlsys.loop.production`, which issues a group again if its worker dies; `repack` and `look` are
+companions, which a run can do without. `rlsys.loop.recovery` replaces all ranks after the death of one. Numbers that
+are not finite end the run, with the step kept for a replay.
 """
 
 from __future__ import annotations
@@ -32,7 +36,6 @@ from rlsys.errors import (
     PayloadLost,
     RlsysError,
     RunAborted,
-    TrainingError,
     WorkerDied,
     WorkerError,
     ZeroAdvantage,
@@ -50,20 +53,15 @@ from rlsys.loop.run_position import RunPosition
 from rlsys.loop.saver import SAVE_S, Saver
 from rlsys.loop.step_metrics import StepClock, step_metrics
 from rlsys.loop.stop_request import StopRequest
-from rlsys.monitoring.events import (
-    Events,
-    FileSkipped,
-    StepDone,
-    WorkerFailed,
-    WorkerRestarted,
-)
+from rlsys.monitoring.events import Events, FileSkipped, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.types import PolicyVersion, Task
 from rlsys.util import deadlines
 from rlsys.util.files import free_gb
 from rlsys.weight_sync.sync import WeightSync
 
 STOP_S = 30.0
-"""Seconds that a step under way may take once the run is to end; more if an earlier step of the session took more."""
+"""Seconds that a step under way may take once the run is to end, or as many as the longest step took; saving has
+`SAVE_S` besides."""
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Driver:
 
     workers: Workers
     queue: GroupQueue
-    """Emits its transitions to the same `events`."""
+    """Emits its transitions to the same `events`. Its ledger draws the tasks."""
     weights: WeightSync
     learner: Learner
     saver: Saver
@@ -83,23 +81,25 @@ class Driver:
     events: Events
     clock: StepClock
     stop_request: StopRequest
+    """Its `cuts(s)` cancels a block s seconds after `stop`, and goes on behind it."""
     position: RunPosition
+    """Shared with saver and recovery."""
     no_progress_s: float
     evaluation: EvaluationLane | None = None
-    """None in a run without evaluation."""
     companions: Sequence[Companion] = ()
     machines: Callable[[], Mapping[str, float]] = dict
-    """Returns the newest metrics of the run's machines, at once; by default none."""
+    """Returns the newest metrics of the run's machines, at once."""
     _longest_s: float = field(default=STOP_S, init=False)
     """Seconds of the longest step of this session, at least `STOP_S`."""
     _filling: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     """The loops of producers and annotators."""
+    _loops: asyncio.TaskGroup = field(init=False)
     _num_deaths: int = field(default=0, init=False)
     """Deaths of actor or critic since the last finished step."""
 
     @property
     def end(self) -> PolicyVersion:
-        """Policy version at which the run ends, unless there is an `early_stop`."""
+        """Policy version at which the run ends, unless there is an `early_stop`; later by what recoveries lost."""
         return self.recovery.end
 
     @property
@@ -110,9 +110,8 @@ class Driver:
     async def restore(self, checkpoint: Path) -> PolicyVersion:
         """Load a checkpoint into all parts; return its version, which `run` publishes before it admits any group.
 
-        Finished groups are rolled out again if they do not fit a smaller queue or shorter run, or would be too stale at
-        their turn. Steps are synchronous as long as the restored stabilizer needs it. Raises `CheckpointError`, or
-        `DataError` if the tasks have changed.
+        Finished groups are rolled out again if they do not fit a smaller queue or shorter run, or would be too stale.
+        Raises `CheckpointError`, or `DataError` if the tasks have changed.
         """
         version = await self.recovery.restore(checkpoint)
         if self.evaluation:
@@ -124,8 +123,8 @@ class Driver:
         `early_stop`.
 
         Raises the `RlsysError` that ended the run, once the last finished step is saved: a note of the error names the
-        checkpoint to go on from. The same holds if the caller cancels this. Any other exception is a bug, and
-        propagates without a save.
+        checkpoint to go on from. The same holds if the caller cancels this, since another policy failed or the cluster
+        is lost. Any other exception is a bug, and propagates without a save.
         """
         self.recovery.begin(start)
         async with self.stop_request.cuts():
@@ -140,7 +139,7 @@ class Driver:
         except (RlsysError, asyncio.CancelledError) as error:
             patience_s = 0.0 if isinstance(error, asyncio.CancelledError) else STOP_S
             await asyncio.gather(learning, return_exceptions=True)
-            if not isinstance(error, TrainingError | CheckpointError):  # these tell themselves what is saved
+            if not isinstance(error, CheckpointError):  # it says itself what is saved
                 await self.saver.save_before(error)
             raise
         finally:
@@ -176,8 +175,11 @@ class Driver:
             raise first_of(errors) from None
 
     def stop(self) -> None:
-        """Finish the current step, save, and return from `run`. All other work ends at once; its groups are rolled out
-        again after a resume, and a running evaluation is cancelled."""
+        """Finish the step, save, and return from `run`. The first Ctrl-C calls this; the second ends the process.
+
+        A step that does not end in time is given up; if its models had begun to train, nothing more is saved. All other
+        work ends at once; its groups are rolled out again after a resume, and a running evaluation is cancelled.
+        """
         if self.stop_request.is_made:
             return
         self.stop_request.make()
@@ -193,7 +195,8 @@ class Driver:
         self._filling = [self._loops.create_task(loop) for loop in self.production.loops()]
 
     async def _learn(self) -> None:
-        """Train until the end, or `stop`. If a rank of actor or critic dies or freezes, replace all and go on.
+        """Train until the end, or `stop`. If a rank of actor or critic dies or freezes, or a producer meets that
+        (`Recovery.trouble`), replace all and go on.
 
         Raises `RunAborted` if that happens `limits.max_attempts` times without a finished step, or after `stop`.
         """
@@ -215,10 +218,11 @@ class Driver:
                 return
 
     async def _recover(self, failure: WorkerError) -> None:
-        """Give up all groups, and a running evaluation, and go on from the newest whole checkpoint."""
+        """Give up all groups, and a running evaluation, and go on from the newest whole checkpoint, or else from the
+        beginning of the session, as a new version."""
         began = asyncio.get_running_loop().time()
         self.events.emit(WorkerFailed(failure.worker, failure.phase, str(failure)))
-        self.learner.is_half_way = True  # nothing can be saved until a checkpoint is loaded
+        self.learner.is_half_way = True  # the weights belong to no version until a checkpoint is loaded
         for loop in self._filling:
             loop.cancel()
         await asyncio.gather(*self._filling, return_exceptions=True)
@@ -228,8 +232,8 @@ class Driver:
         rolled_back = None
         async with self.stop_request.cuts():
             rolled_back = await self.recovery.replace_models()
-        if rolled_back is None:
-            return  # by `stop`
+        if rolled_back is None:  # by `stop`
+            return
         if self.evaluation:
             self.evaluation.recall(self.end)
         self._fill_queue()
@@ -239,10 +243,9 @@ class Driver:
     async def _train(self) -> None:
         """Run one optimizer step after the other.
 
-        Consumes groups that have all their columns, produces weights and metrics. Waits for the oldest groups to be
-        complete; unblocked by `Production`, or a group being dropped. Waits for a running evaluation only
-        when the next one is due, and at the end. `stop` unblocks every wait. An evaluation that is the last of too many
-        without a better value ends the loop before its next step.
+        Consumes groups that have all their columns, produces weights and metrics. Waits for the next groups to be
+        complete; unblocked by `Production`, or a group being dropped. Waits for a running evaluation only when the next
+        one is due, and at the end; one of too many without a better value ends the loop. `stop` unblocks every wait.
         """
         await self._evaluate()
         while self.position.version < self.end and not self.stop_request.is_made and not self.early_stop:
@@ -270,8 +273,10 @@ class Driver:
         await self.saver.finish_saving()
 
     async def _train_step(self, groups: Sequence[InFlightGroup]) -> StepResult | None:
-        """Train one step; return None if it fails and its groups are put back, reissued or dropped, or if it does not
-        end in time after `stop`.
+        """Train one step; return None if it fails, or does not end in time after `stop`.
+
+        Lost groups are issued again, the others put back; if nothing is left to train, all are dropped. Raises
+        `RunAborted` if either happens too often.
         """
         result, began = None, asyncio.get_running_loop().time()
         try:
@@ -306,6 +311,7 @@ class Driver:
         return tasks
 
     async def _evaluate(self) -> None:
+        """Begin the evaluation of this version, if due, once the one before is over and replicas have the weights."""
         with self.clock.span("eval_wait"):
             if self.evaluation:
                 async with self.stop_request.cuts():
@@ -335,7 +341,7 @@ class Driver:
     async def _watch(self) -> None:
         """End the run if nothing moves for `no_progress_s`.
 
-        Waits for that long after the last group or step; only the end of the run unblocks it.
+        Waits for that long after the last move of a group, step or evaluation; only the end of the run unblocks it.
         """
         while (left_s := self.no_progress_s - self.queue.progress.idle_s()) > deadlines.ROUNDING_S:
             await deadlines.sleep(left_s)  # the absence of progress cannot notify
