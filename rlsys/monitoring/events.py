@@ -10,7 +10,6 @@ and no sink can stop training.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, dataclass_transform
 
 from rlsys.types import Busy, Group, OutcomeKind, PolicyVersion
-from rlsys.util.printing import encodable, printable
+from rlsys.util.printing import encodable, print_note
 
 
 @dataclass_transform(frozen_default=True)
@@ -443,7 +442,7 @@ class Events:
         except Exception as error:  # noqa: BLE001  (the boundary between training and observers)
             if sink not in self._reported:
                 self._reported.append(sink)
-                sys.stderr.write(printable(f"rlsys: {type(sink).__name__} failed, and goes on: {error!r}\n"))
+                print_note(f"rlsys: {type(sink).__name__} failed, and goes on: {error!r}")
             return encodable(repr(error))
         return ""
 

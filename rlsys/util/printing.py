@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from pathlib import Path
 from unicodedata import category
 
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -19,6 +22,15 @@ def printable(text: str) -> str:
 def encodable(text: str) -> str:
     """Replace each half of a surrogate pair by `\N{REPLACEMENT CHARACTER}`: UTF-8, and so JSON, has no form for it."""
     return text if text.isascii() else _HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def print_note(text: str) -> None:
+    """Print a line on stderr. It is lost if nobody reads it any more or the disk is full: no output ends a run."""
+    try:
+        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (what it buffers would fail again at the end)
 
 
 def _is_shown(c: str) -> bool:

@@ -10,7 +10,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from ray._private.worker import global_worker
 
 from rlsys.errors import ClusterLost, full_text
-from rlsys.util.printing import printable
+from rlsys.util.printing import print_note
 
 LOOK_S = 1.0
 """Seconds between two connections to the head, and between two cancellations of what does not end."""
@@ -132,8 +131,7 @@ class ClusterWatch:
         if self._reacted.wait(REACT_S) and self._ended.wait(END_S):
             return
         on_stuck(lost)
-        sys.stderr.write(f"rlsys: {printable(full_text(lost))}\n")
-        sys.stderr.flush()
+        print_note(f"rlsys: {full_text(lost)}")
         os._exit(lost.exit_code)
 
     def _react(self, lost: ClusterLost, on_loss: Callable[[ClusterLost], None]) -> None:

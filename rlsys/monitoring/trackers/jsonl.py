@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from io import SEEK_END, FileIO
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeAlias
 import orjson
 
 from rlsys.monitoring.events import EvalDone, Event, FileStalled, StepDone
+from rlsys.util.printing import print_note
 
 MAX_WAITING = 16 * 2**20
 """Bytes of lines kept in memory for one file that cannot be written; later lines are lost."""
@@ -92,7 +92,7 @@ class _Lines:
         self._flush()
         if self._waiting:
             lines = self._num_lost + self._waiting.count(b"\n")
-            sys.stderr.write(f"rlsys: the last {lines} lines of {self._path} are lost: {self._problem}\n")
+            print_note(f"rlsys: the last {lines} lines of {self._path} are lost: {self._problem}")
         self._file.close()
 
     def _flush(self) -> None:
@@ -102,7 +102,7 @@ class _Lines:
         except OSError as error:
             if not self._problem:
                 self._stalled_s = self._now_s
-                sys.stderr.write(f"rlsys: {self._path} cannot be written now: {error.strerror}; its lines wait\n")
+                print_note(f"rlsys: {self._path} cannot be written now: {error.strerror}; its lines wait")
             self._problem = error.strerror or repr(error)
 
 

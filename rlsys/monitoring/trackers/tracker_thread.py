@@ -5,7 +5,6 @@ The threads share the interpreter with the driver: Python code of a tracker dela
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from rlsys.errors import DataError
 from rlsys.monitoring.events import AlertRaised, EvalDone, Event, RolloutsWritten, RunEnded, RunStarted, StepDone
 from rlsys.monitoring.metric_catalog import rename_metrics
 from rlsys.monitoring.tracker import EndReason, RunFacts, TrackedEpisode, Tracker, TrackerPlugin
-from rlsys.util.printing import printable
+from rlsys.util.printing import print_note
 
 LONGEST = 10_000
 """Most characters of a prompt or a text in a table; the file has the rest."""
@@ -132,7 +131,7 @@ class InThread:
             return None
 
     def _tell(self, what: str) -> None:
-        sys.stderr.write(printable(f"rlsys: the tracker {self._name} {what}\n"))
+        print_note(f"rlsys: the tracker {self._name} {what}")
 
 
 def sample_rows(path: Path, most: int) -> list[TrackedEpisode]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import count
@@ -96,6 +97,39 @@ def test_an_event_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
     assert (lost["kind"], lost["lost"]) == ("event_lost", "step_done")
     assert "64-bit" in lost["problem"]
     assert end["kind"] == "run_ended"
+
+
+SPEAKS = """
+import sys
+from pathlib import Path
+from rlsys.monitoring.events import Events, GroupDropped, RunEnded, StepDone
+from rlsys.monitoring.trackers.console import ConsoleSink
+from rlsys.monitoring.trackers.jsonl import JsonlSink
+
+events = Events([ConsoleSink(3, every_s=0.0), JsonlSink(Path(sys.argv[1]))])
+for step in (1, 2, 3):
+    events.emit(StepDone(step, {}))
+    events.emit(GroupDropped(step, "task", "zero_advantage", ""))
+events.emit(RunEnded(3, "finished"))
+events.close()
+"""
+"""Program that shows and records the events of a run."""
+
+
+@pytest.mark.parametrize("goes_to", ["a pipe that nobody reads", "a full disk"])
+def test_no_output_ends_a_run(goes_to: str, tmp_path: Path) -> None:
+    if goes_to == "a full disk":
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+    try:
+        ended = subprocess.run([sys.executable, "-c", SPEAKS, str(tmp_path)], stdout=output, stderr=output, check=False)
+    finally:
+        os.close(output)
+    assert ended.returncode == 0
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert kinds == [*["step_done", "group_dropped"] * 3, "run_ended"]
 
 
 def test_closing_the_bus_closes_its_sinks_once() -> None:
