@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from algorithms.fields import RULES, AtLeastOne, AtMostOne
-from algorithms.functional import MAX_LOG_RATIO, log_ratio, sample_means, sample_sums
+from algorithms.sample_math import MAX_LOG_RATIO, log_ratio, sample_means, sample_sums
 from rlsys.algorithm import LossInputs, LossOutput
 
 if TYPE_CHECKING:

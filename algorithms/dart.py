@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Policies, Tis
 from algorithms.fields import RULES, AtMostOne
-from algorithms.functional import sample_means, sample_totals
 from algorithms.grpo import GRPO
+from algorithms.sample_math import sample_means, sample_totals
 from rlsys.algorithm import LossInputs, LossOutput, Ranks
 
 LEAST_ENTROPY = "dart/least_entropy"

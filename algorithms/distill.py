@@ -9,8 +9,8 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, ShareBelowOne
-from algorithms.functional import log_ratio
 from algorithms.policy_gradient import clipped_objective
+from algorithms.sample_math import log_ratio
 from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
 

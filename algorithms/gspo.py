@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Policies
 from algorithms.fields import RULES, Over, ShareBelowOne
-from algorithms.functional import sample_means
 from algorithms.grpo import GRPO
+from algorithms.sample_math import sample_means
 from rlsys.algorithm import LossOutput
 
 if TYPE_CHECKING:

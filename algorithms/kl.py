@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from algorithms.functional import discounted_sums, is_last, log_ratio
+from algorithms.sample_math import discounted_sums, is_last, log_ratio
 from rlsys.algorithm import Column, LossInputs, LossOutput
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
-from algorithms.functional import sample_totals
+from algorithms.sample_math import sample_totals
 from rlsys.algorithm import (
     Aggregation,
     Algorithm,

@@ -10,8 +10,8 @@ from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Policies
 from algorithms.fields import RULES
-from algorithms.functional import log_ratio
 from algorithms.policy_gradient import PolicyGradient
+from algorithms.sample_math import log_ratio
 from rlsys.algorithm import LossInputs, LossOutput, Ranks, TrajectoryAdvantage
 from rlsys.types import Group
 

@@ -9,9 +9,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, Fraction
-from algorithms.functional import gae
 from algorithms.kl import penalised_rewards
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded_peers
+from algorithms.sample_math import gae
 from rlsys.algorithm import Column, LossInputs, LossOutput, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group, PolicyVersion
 

@@ -52,7 +52,7 @@ from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
 from workers.engines.engine import Engine, EngineName
 from workers.ray.cluster import Resources, connect
 from workers.ray.pool import PoolSpec
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.rollout.replica_weights import WeightChange
 from workers.rollout.rollout_pool import RolloutPool
 from workers.rollout.rollout_worker import ReplicaSpec, RolloutSpec, RolloutWorker

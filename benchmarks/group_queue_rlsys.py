@@ -17,7 +17,7 @@ from rlsys.types import Busy, Group, RolloutReport
 from tests.groups import episode, group, queue_of
 from workers.ray.call_stream import CallStream, Parcel, answer_in_chunks
 from workers.ray.cluster import NO_MATHS, connect
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 
 DEADLINE_S = 600.0
 

@@ -45,7 +45,7 @@ from benchmarks.measure import in_fresh_process, parser_of, print_result, progre
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
 from rlsys.weight_sync.relay import Relay
 from workers.ray.cluster import NO_MATHS, Resources
-from workers.ray.remote_proxy import start
+from workers.ray.worker_process import start
 from workers.relay.relay_pool import RayRelays
 from workers.transport.checksums import hash_of
 from workers.transport.publisher import WeightPublisher

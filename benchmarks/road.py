@@ -54,7 +54,7 @@ NOT_COUNTED = {
     ),
     "it is a helper": ("rlsys/util/", "workers/train/rank_group.py"),
     "it observes": (
-        "rlsys/dashboard/", "rlsys/loop/replica_watcher.py", "rlsys/loop/rollout_writer.py",
+        "rlsys/dashboard/", "rlsys/loop/replica_events.py", "rlsys/loop/rollout_writer.py",
         "rlsys/loop/step_metrics.py", "rlsys/monitoring/", "workers/ray/vitals.py", "workers/rollout/replica_worker.py",
         "workers/train/rank_metrics.py", "workers/train/token_columns.py",
     ),

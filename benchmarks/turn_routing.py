@@ -37,7 +37,7 @@ from tests.replicas import Shelf, replica_of, weights_of
 from tests.scripted_engine import ScriptedEngine
 from workers.ray.cluster import NO_MATHS, connect
 from workers.ray.pool import PoolSpec
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.rollout.policy_text import PolicyText
 from workers.rollout.replica_worker import ReplicaWorker
 from workers.rollout.rollout_pool import RolloutPool, SessionPool

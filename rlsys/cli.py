@@ -120,7 +120,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run's latest weights, or a model, on tasks it was not trained on."""
     from rlsys import launch
-    from rlsys.config.sections import datasets_of
+    from rlsys.config.eval_section import datasets_of
     from rlsys.loop.evaluation import table_of
 
     results = launch.evaluate(

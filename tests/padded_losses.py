@@ -18,7 +18,6 @@ from torch import Tensor
 from algorithms.cispo import CISPO
 from algorithms.corrections import Geometric, Tis
 from algorithms.dapo import DAPO
-from algorithms.functional import gae
 from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
 from algorithms.kto import KTO
@@ -26,6 +25,7 @@ from algorithms.m2po import M2PO
 from algorithms.policy_gradient import ClippedSurrogate
 from algorithms.ppo import PPO
 from algorithms.reinforce_pp import ReinforcePP
+from algorithms.sample_math import gae
 from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput
 from rlsys.types import Group
 from tests.groups import episode, group

@@ -23,7 +23,7 @@ from rlsys.util.deadlines import unless
 from rlsys.weight_sync.manifest import Bucket, Manifest, Probe, Rectangle, VersionPart, pack
 from tests.scripted_engine import ScriptedEngine
 from workers.engines.engine import Engine
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.rollout.early_ends import EpisodeJudge, GroupEnds
 from workers.rollout.policy_text import PolicyText, RoutedPolicy
 from workers.rollout.replica import EngineReplica

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, JsonValue
 
-from rlsys.config.sections import Section
+from rlsys.config.section import Section
 from rlsys.errors import ConfigError
 
 NO_TEMPLATE = "none"

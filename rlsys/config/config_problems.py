@@ -10,7 +10,7 @@ from typing import TypeAlias
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rlsys.config.habits import SECTIONS, habit_of
+from rlsys.config.other_trainers import SECTIONS, habit_of
 
 Location: TypeAlias = tuple[int | str, ...]
 Problem: TypeAlias = tuple[Location, str]

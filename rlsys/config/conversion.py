@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.habits import FALSE_MATTERS, System, habits_of
 from rlsys.config.loader import Tree, dump, of_tree, tree_in
+from rlsys.config.other_trainers import FALSE_MATTERS, System, habits_of
 from rlsys.config.schema import ON_CPU_MICRO_BATCH_TOKENS, Config
 from rlsys.errors import ConfigError
 

@@ -17,7 +17,8 @@ from pydantic import (
 )
 
 from rlsys.config.config_problems import Problem, refuse, union_tag
-from rlsys.config.sections import Section, dataset_name
+from rlsys.config.eval_section import dataset_name
+from rlsys.config.section import Section
 from rlsys.data.row_adapters import Columns
 
 PROPOSED = "proposed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import PositiveInt, ValidationInfo, field_validator
 
-from rlsys.config.sections import Section
+from rlsys.config.section import Section
 
 
 class MeshSection(Section):

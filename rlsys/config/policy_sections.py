@@ -9,8 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, V
 
 from rlsys.algorithm import Algorithm
 from rlsys.config.config_problems import UNKNOWN, Problem, problems_in, refuse
+from rlsys.config.eval_section import EvalSection
 from rlsys.config.plugins import ALGORITHMS, STABILIZERS
-from rlsys.config.sections import EvalSection
 from rlsys.config.server_section import ServerSection
 from rlsys.stabilizer import StabilizerPlugin
 

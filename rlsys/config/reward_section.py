@@ -32,7 +32,7 @@ from rlsys.config.config_problems import (
     short_repr,
     union_tag,
 )
-from rlsys.config.sections import Section
+from rlsys.config.section import Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S, SERVER, SERVER_TIMEOUT_S

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag, mod
 from rlsys.config.chat_section import ChatSection
 from rlsys.config.config_problems import Problem, refuse, union_tag
 from rlsys.config.plugins import WORKFLOWS, WorkflowSection
-from rlsys.config.sections import Section
+from rlsys.config.section import Section
 from rlsys.config.server_section import ServerSection
 from rlsys.types import Distribution, Sampling
 

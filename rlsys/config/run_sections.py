@@ -1,4 +1,5 @@
-"""Sections of the run as a whole: `run`, `model`, `resources`, `asynchrony`, `checkpoint`, `limits`, `record`."""
+"""Sections of the run as a whole: `run`, `model`, `resources`, `asynchrony`, `checkpoint`, `limits`, `record`; and the
+keys `dashboard` and `alerts`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rlsys.config.config_problems import Problem, nearest, refuse, short_repr, union_tag
-from rlsys.config.sections import EvalSection, Section
+from rlsys.config.eval_section import EvalSection
+from rlsys.config.section import Section
+from rlsys.monitoring.alert_rules import RULES
 
 
 def _resume(value: str) -> str:
@@ -209,3 +212,29 @@ _Named = Annotated[
     Discriminator(lambda value: _ADDRESS if isinstance(value, str) else _CPUS),
 ]
 Cluster = _Named | None
+
+
+def dashboard_address(address: str) -> tuple[str, int]:
+    """Split `HOST:PORT`. Raises `ValueError`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(
+            f"should be HOST:PORT, such as 127.0.0.1:8321, with port 0 for any that is free (got {address!r})"
+        )
+    return host, int(port)
+
+
+def _with_port(address: str | None) -> str | None:
+    return address and ":".join(map(str, dashboard_address(address)))
+
+
+Dashboard = Annotated[str | None, AfterValidator(_with_port)]
+
+
+def _check_rules(thresholds: dict[str, float | None]) -> dict[str, float | None]:
+    there = f"there are: {', '.join(RULES)}"
+    refuse(((name,), f"no such alert; {nearest(name, RULES, there)}") for name in thresholds if name not in RULES)
+    return thresholds
+
+
+Thresholds = Annotated[dict[str, float | None], AfterValidator(_check_rules)]

@@ -15,7 +15,9 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 
 from rlsys.algorithm import REFERENCE_COLUMNS
 from rlsys.config.config_problems import refuse
+from rlsys.config.curation_section import CurationSection
 from rlsys.config.data_section import DataSection
+from rlsys.config.eval_section import EvalSection
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.plugins import (
     ALGORITHMS,
@@ -33,14 +35,16 @@ from rlsys.config.run_sections import (
     AsynchronySection,
     CheckpointSection,
     Cluster,
+    Dashboard,
     LimitsSection,
     ModelSection,
     RecordSection,
     Resources,
     RunSection,
+    Thresholds,
 )
+from rlsys.config.section import Section
 from rlsys.config.section_rules import broken_rules
-from rlsys.config.sections import CurationSection, Dashboard, EvalSection, Section, Thresholds
 from rlsys.config.train_section import CriticSection, ReferenceSection, TrainSection
 from rlsys.errors import ConfigError
 from rlsys.rewards.reward_function import RewardSpec

@@ -12,12 +12,13 @@ from typing import Any
 
 from rlsys.algorithm import Algorithm, Column, version_after
 from rlsys.config.config_problems import Problem, nearest
+from rlsys.config.curation_section import CurationSection
 from rlsys.config.data_section import DataSection
+from rlsys.config.eval_section import EvalSection
 from rlsys.config.policy_sections import PolicySection
 from rlsys.config.reward_section import RewardSection
 from rlsys.config.rollout_section import RolloutSection
 from rlsys.config.run_sections import AsynchronySection, CheckpointSection, Resources, RunSection
-from rlsys.config.sections import CurationSection, EvalSection
 from rlsys.config.server_section import ServerSection
 from rlsys.config.train_section import TrainSection
 from rlsys.stabilizer import StabilizerPlugin

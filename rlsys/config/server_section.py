@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rlsys.config.sections import Section
+from rlsys.config.section import Section
 
 
 def _plain(url: str) -> str:

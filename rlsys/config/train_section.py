@@ -17,7 +17,7 @@ from pydantic import (
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.sections import Fraction, Section
+from rlsys.config.section import Fraction, Section
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]

@@ -41,11 +41,11 @@ from aiohttp.typedefs import Handler
 from rlsys.agents.agent import AgentStopped, ContextFull
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
-from rlsys.gateway.answering import Replies, Samples, in_openai_form, json_response, model_object, stream_response
 from rlsys.gateway.answers import AnswerForm, Refused
 from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, read_request
 from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
 from rlsys.gateway.conversations import Conversations, TellChoice
+from rlsys.gateway.http_exchange import Replies, Samples, in_openai_form, json_response, model_object, stream_response
 from rlsys.gateway.model_responses import ResponsesAnswer, ResponsesRequest
 from rlsys.types import Message
 from rlsys.util.logs import BoundedLog

@@ -20,12 +20,12 @@ from pydantic import Field
 from rlsys.agents.agent import AgentStopped, Policy
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong
-from rlsys.gateway.answering import Replies, in_openai_form, json_response, model_object, stream_response
 from rlsys.gateway.answers import AnswerForm, Refused
 from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, Lenient, read_request
 from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
 from rlsys.gateway.conversations import Conversations, TellChoice
 from rlsys.gateway.gateway_server import DEFAULT_LIMITS, MAX_BODY
+from rlsys.gateway.http_exchange import Replies, in_openai_form, json_response, model_object, stream_response
 from rlsys.gateway.model_responses import ResponsesAnswer, ResponsesRequest
 from rlsys.types import POLICY, Task
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlsys.config import Config
-from rlsys.config.sections import dashboard_address
+from rlsys.config.run_sections import dashboard_address
 from rlsys.errors import ConfigError
 
 _GOODBYE_S = 3.0

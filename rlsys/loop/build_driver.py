@@ -25,7 +25,7 @@ from rlsys.loop.production import Production
 from rlsys.loop.recovery import Recovery
 from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
-from rlsys.loop.replica_watcher import ReplicaWatcher
+from rlsys.loop.replica_events import ReplicaWatcher
 from rlsys.loop.rollout_writer import RolloutWriter
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.saver import Saver

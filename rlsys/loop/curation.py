@@ -27,7 +27,7 @@ from math import ceil
 
 from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import num_trained
-from rlsys.config.sections import CurationSection, fewer
+from rlsys.config.curation_section import CurationSection, fewer
 from rlsys.contracts import Replacement
 from rlsys.errors import NothingToTrain, PayloadLost, ZeroAdvantage
 from rlsys.monitoring.events import EpisodeReplaced, Events

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
-from rlsys.config.sections import EvalSection, ks_up_to
+from rlsys.config.eval_section import EvalSection, ks_up_to
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, TrainedGroup
 from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch

@@ -29,7 +29,7 @@ from pydantic import (
 from rlsys.config import Config
 from rlsys.config.config_problems import nearest, refuse
 from rlsys.config.loader import load
-from rlsys.config.sections import Section
+from rlsys.config.section import Section
 from rlsys.errors import ConfigError
 from rlsys.loop.build_driver import Constants
 from rlsys.testing.fake_world import RewardAsAdvantage

@@ -17,8 +17,8 @@ import pytest
 from rlsys.errors import WorkerDied, WorkerError
 from rlsys.types import Ref
 from workers.ray.cluster import NO_MATHS
-from workers.ray.remote_proxy import Remote, start
 from workers.ray.shared_memory import WEIGHTS
+from workers.ray.worker_process import Remote, start
 from workers.transport.route import TransportSpec
 from workers.transport.shared_files import SharedBytes, SharedMemoryTransport, remove_segments
 from workers.transport.transport import TransportName, WeightTransport

@@ -23,7 +23,7 @@ from tests.groups import group
 from workers.ray.call_stream import CallStream, answer_in_chunks
 from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.pool import PoolSpec
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.train.ranks import ActorRank
 from workers.train.recorder import Recorder

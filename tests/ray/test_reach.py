@@ -20,7 +20,7 @@ STARTED = """
 import asyncio, json, os, sys
 import ray
 from workers.ray.cluster import Resources, connect
-from workers.ray.remote_proxy import start
+from workers.ray.worker_process import start
 
 class Idle:
     def token(self):

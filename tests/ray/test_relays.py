@@ -22,7 +22,7 @@ from rlsys.weight_sync.manifest import Manifest, Rectangle
 from rlsys.weight_sync.relay import Relay
 from tests.relays import specs_of
 from workers.ray.cluster import NO_MATHS, node_ids
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.relay.relay_pool import RayRelays
 from workers.transport.checksums import hash_of
 from workers.transport.publisher import WeightPublisher

@@ -14,7 +14,7 @@ from rlsys.errors import DeadlineExceeded, ModelError, WorkerDied, WorkerError
 from rlsys.util.deadlines import remote
 from workers.ray.call_stream import CallStream, answer_in_chunks
 from workers.ray.cluster import NO_MATHS
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 
 
 class Model:

@@ -16,7 +16,7 @@ from rlsys.types import POLICY, Assignment, Group, GroupKey, Task
 from tests.jobs import config_of
 from tests.processes import workers_of
 from workers.ray.cluster import NO_MATHS, Resources, log_folder
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.worker_set import WorkerSet
 
 TASK = Task(id="t", prompt="312>", answer="123")

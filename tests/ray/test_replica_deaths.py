@@ -23,7 +23,7 @@ from tests.replicas import DIGIT, replica_of, scripted, sessions_of
 from workers.ray.call_stream import PayloadRef
 from workers.ray.cluster import NO_MATHS
 from workers.ray.pool import PoolSpec
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.rollout.replica_worker import ReplicaWorker
 from workers.rollout.rollout_pool import RolloutPool, SessionPool
 from workers.rollout.rollout_worker import RolloutWorker

@@ -20,7 +20,7 @@ from rlsys.types import Distribution
 from tests.training import SETTINGS, Surrogate, group_of, planned
 from workers.ray.call_stream import PayloadRef
 from workers.ray.cluster import Resources
-from workers.ray.remote_proxy import start
+from workers.ray.worker_process import start
 from workers.train.ranks import ActorRank, ActorSpec, CriticRank, RankSpec
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.train_handles import ActorHandle, CriticHandle, ReferenceHandle

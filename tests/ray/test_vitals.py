@@ -15,7 +15,7 @@ from rlsys.errors import WorkerDied
 from rlsys.monitoring.machine_samples import last_lines, last_sample
 from workers.ray import vitals
 from workers.ray.cluster import NO_MATHS
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 
 
 class Talker:

@@ -24,7 +24,7 @@ from tests.jobs import config_of
 from workers.engines.engine import EngineSpec
 from workers.ray.cluster import Resources
 from workers.ray.pool import PoolSpec
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.relay.relay_pool import RayRelays
 from workers.rollout.replica_weights import WeightChange
 from workers.rollout.rollout_pool import RolloutPool

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from rlsys.algorithm import Column, StepAdvantages
-from rlsys.config.sections import CurationSection
+from rlsys.config.curation_section import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import Constants
 from rlsys.loop.checkpoint import read_state

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
-from rlsys.config.sections import CurationSection
+from rlsys.config.curation_section import CurationSection
 from rlsys.contracts import GroupScores, Replacement, TrainStats, Workers
 from rlsys.errors import RunAborted, WorkerDied
 from rlsys.loop.checkpoint import find_latest

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config.sections import EvalSection
+from rlsys.config.eval_section import EvalSection
 from rlsys.contracts import GroupScores, Workers
 from rlsys.errors import NoProgress, RunAborted
 from rlsys.loop.checkpoint import find_latest, step_of

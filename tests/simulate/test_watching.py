@@ -16,7 +16,7 @@ from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.errors import NoProgress, WorkerDied
 from rlsys.loop.driver import Driver
-from rlsys.loop.replica_watcher import AGAIN_S, AT_ONCE, PLACES_AT_ONCE, RAREST_S, ReplicaWatcher
+from rlsys.loop.replica_events import AGAIN_S, AT_ONCE, PLACES_AT_ONCE, RAREST_S, ReplicaWatcher
 from rlsys.monitoring.events import (
     ACTIVITIES,
     GroupDropped,

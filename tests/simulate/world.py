@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, Column
-from rlsys.config.sections import CurationSection
+from rlsys.config.curation_section import CurationSection
 from rlsys.contracts import Workers
 from rlsys.loop.build_driver import Constants
 from rlsys.loop.checkpoint import find_latest

@@ -19,7 +19,7 @@ from ray.exceptions import ObjectRefStreamEndOfStreamError, RayError
 
 from rlsys.errors import PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.util.deadlines import timeout
-from workers.ray.remote_proxy import Chunks, call
+from workers.ray.worker_process import Chunks, call
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")

@@ -13,7 +13,7 @@ from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismat
 from rlsys.util import deadlines
 from rlsys.weight_sync.sync import with_deadline
 from workers.ray.call_stream import CallStream, PayloadRef
-from workers.ray.remote_proxy import BEATS, Chunks, Remote, successor_name
+from workers.ray.worker_process import BEATS, Chunks, Remote, successor_name
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]

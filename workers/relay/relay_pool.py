@@ -26,7 +26,7 @@ from rlsys.weight_sync.relay import (
     patiently,
 )
 from workers.ray.cluster import NO_MATHS, node_ids
-from workers.ray.remote_proxy import Remote, start
+from workers.ray.worker_process import Remote, start
 from workers.transport.buckets import bucket_hash
 from workers.transport.deltas import apply_delta
 from workers.transport.route import Route, TransportSpec

@@ -35,7 +35,7 @@ from rlsys.util.deadlines import remote
 from workers.ray.call_stream import Parcel, PayloadRef, answer_in_chunks
 from workers.ray.cluster import Resources
 from workers.ray.pool import Pool, PoolMember, PoolSpec
-from workers.ray.remote_proxy import Chunks, Remote
+from workers.ray.worker_process import Chunks, Remote
 from workers.reward.process_pool import CallPool, PoolBroken, ProcessEnded
 from workers.reward.reward_process import LimitedOutput, confine
 

@@ -12,7 +12,7 @@ from typing import Any
 from rlsys.errors import RlsysError, WorkerDied
 from rlsys.routing.requests import LOSSES, Chunk, Hold, Request, Scored, WeightsWanted
 from workers.ray.call_stream import values_of
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.rollout.replica_worker import ReplicaWorker
 
 

@@ -16,7 +16,7 @@ from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WorkerError
 from rlsys.types import POLICY, Assignment, Group, PolicyVersion, ReplicaLoad
 from rlsys.util.deadlines import now
 from workers.ray.pool import Pool, PoolMember, PoolSpec, Recovered
-from workers.ray.remote_proxy import Chunks, Remote
+from workers.ray.worker_process import Chunks, Remote
 from workers.relay.relay_pool import RayRelays
 from workers.rollout.replica_worker import ReplicaWorker
 from workers.rollout.rollout_worker import RolloutWorker

@@ -16,7 +16,7 @@ from rlsys.routing.requests import Replica, WeightsWanted
 from rlsys.types import Assignment, Busy, Episode, Group, GroupKey, RolloutReport, Score, VersionSpan
 from rlsys.util.deadlines import PausedDeadline, remote
 from workers.ray.call_stream import answer_in_chunks
-from workers.ray.remote_proxy import Remote, place_of
+from workers.ray.worker_process import Remote, place_of
 from workers.rollout.early_ends import EpisodeJudge, GroupEnds
 from workers.rollout.policy_text import PolicyText, RoutedPolicy
 from workers.rollout.remote_replica import RemoteReplica

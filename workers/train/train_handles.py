@@ -17,7 +17,7 @@ from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, 
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import timeout, unless
 from workers.ray.call_stream import Parcel, PayloadRef
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.recorder import Recorder
 from workers.train.reference_worker import ReferenceWorker

@@ -11,7 +11,7 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from rlsys.errors import WorkerError
 from rlsys.types import PolicyVersion, Ref
-from workers.ray.remote_proxy import call
+from workers.ray.worker_process import call
 
 
 class ObjectStoreTransport:

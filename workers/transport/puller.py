@@ -14,7 +14,7 @@ from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.relay import FAILURES, Relay, passing, patiently
 from rlsys.weight_sync.sync import with_deadline
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.transport.buckets import ReceivedWeights
 from workers.transport.route import Route
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlsys.weight_sync.relay import Relay
 from workers.ray.cluster import has_other_machines, totals
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.transport.object_store import ObjectStoreTransport
 from workers.transport.shared_files import FOLDER, SharedMemoryTransport, remove_segments
 from workers.transport.transport import TransportName, WeightTransport

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from algorithms.functional import discounted_sums, is_last, log_ratio, sample_means, sample_sums, sample_totals
 from algorithms.policy_gradient import centre_rewards, clipped_objective, dual_floor, leave_one_out
+from algorithms.sample_math import discounted_sums, is_last, log_ratio, sample_means, sample_sums, sample_totals
 
 
 def test_log_ratios_are_clamped() -> None:

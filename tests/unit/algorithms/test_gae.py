@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from algorithms.functional import ROW, discounted_sums, gae
+from algorithms.sample_math import ROW, discounted_sums, gae
 from tests.tokens import column
 
 DECAYS = st.sampled_from([0.0, 0.5, 0.95, 0.999, 1.0]) | st.floats(0, 1)

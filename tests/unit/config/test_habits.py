@@ -14,7 +14,7 @@ from algorithms.ppo import PPO
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.config.conversion import convert
-from rlsys.config.habits import FALSE_MATTERS, HABITS, Habit
+from rlsys.config.other_trainers import FALSE_MATTERS, HABITS, Habit
 from rlsys.config.plugins import ALGORITHMS
 from rlsys.errors import ConfigError
 

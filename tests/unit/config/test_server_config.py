@@ -6,7 +6,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import ConfigError
-from workers.ray.remote_proxy import place_of, successor_name
+from workers.ray.worker_process import place_of, successor_name
 from workers.worker_set import _replica_spec
 
 NEEDED = ["run.steps=9", "model.path=m", "data.path=d"]

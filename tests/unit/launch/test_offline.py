@@ -11,9 +11,9 @@ import pytest
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.config import Config
+from rlsys.config.eval_section import EvalSection
 from rlsys.config.loader import load_sections
 from rlsys.config.run_sections import LimitsSection
-from rlsys.config.sections import EvalSection
 from rlsys.errors import CheckpointError, ConfigError, RlsysError
 from rlsys.launch.offline_commands import (
     EXPORTED,

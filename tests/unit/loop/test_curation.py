@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config.sections import CurationSection
+from rlsys.config.curation_section import CurationSection
 from rlsys.contracts import Replacement, with_episode
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import RunAborted

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rlsys.config.eval_section import EvalSection
 from rlsys.config.run_sections import LimitsSection
-from rlsys.config.sections import EvalSection
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy

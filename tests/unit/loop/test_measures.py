@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config.sections import EvalSection, ks_up_to
+from rlsys.config.eval_section import EvalSection, ks_up_to
 from rlsys.errors import RlsysError
 from rlsys.loop.evaluation import EvalMetrics, eval_metrics_of, pass_at_k, table_of
 from rlsys.monitoring.metric_catalog import undocumented_names

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys import Config
 from rlsys.agents.workflow import Session, SingleTurn, Workflow
-from rlsys.config.sections import CurationSection
+from rlsys.config.curation_section import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import TrainingError
 from rlsys.loop.build_driver import Constants, best_of, build_driver, evaluator_of

@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 from rlsys.errors import DeadlineExceeded, WorkerError
 from rlsys.testing.virtual_clock import run_virtual
 from workers.ray.call_stream import GATHER_S, CallStream, answer_in_chunks
-from workers.ray.remote_proxy import call
+from workers.ray.worker_process import call
 
 
 def test_a_timeout_raised_in_the_worker_is_no_deadline():

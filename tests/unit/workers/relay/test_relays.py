@@ -14,7 +14,7 @@ from rlsys.types import Ref
 from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.relay import Announcement, Relay
 from tests.relays import TRANSFER_S, Net, Node, announced, sent
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.relay.relay_pool import RayRelays
 from workers.transport.route import TransportSpec
 

@@ -18,7 +18,7 @@ from tests.groups import group as group_of
 from tests.groups import rolled_out
 from workers.ray.call_stream import CallStream, PayloadRef
 from workers.ray.pool import PoolMember, PoolSpec
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.rollout.rollout_pool import ANSWER_S, QUESTION_S, STUCK_S, RolloutPool, SessionPool
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.rollout.session_worker import SessionWorker

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from rlsys.errors import CheckpointError, RlsysError, TrainingError, WorkerDied, WorkerError
 from rlsys.loop.checkpoint import copy_and_write
 from rlsys.testing import now, run_virtual
-from workers.ray.remote_proxy import Remote
+from workers.ray.worker_process import Remote
 from workers.train.ranks import ActorRank
 from workers.train.train_handles import LOOK_S, ActorHandle
 
