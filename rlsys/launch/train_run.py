@@ -365,7 +365,11 @@ class TrainingJob:
                 files.begin()  # from here on nothing refuses the start
             for name, run in self.runs.items():
                 bound = run.config.asynchrony.max_staleness
-                run.events.emit(RunStarted(str(run.config.run_dir), starts[name], drivers[name].end, bound))
+                end = drivers[name].end
+                run.events.emit(RunStarted(str(run.config.run_dir), starts[name], end, bound))
+                if 0 < end <= starts[name]:
+                    text = f"step {starts[name]} is done, and the run ends at step {end}: nothing is left to train"
+                    run.events.emit(CautionRaised(f"{text}; raise run.steps to go on"))
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
             stops.stop = lambda: [driver.stop() for driver in drivers.values()]
             gc.freeze()  # all of start-up's objects stay, and a collection need not look at them again

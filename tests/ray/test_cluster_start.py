@@ -51,6 +51,7 @@ def raylets_of(process: psutil.Process) -> list[psutil.Process]:
     return [child for child in process.children(recursive=True) if child.name() == "raylet"]
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_starts_too_slowly_is_started_once_more():
     script = CONNECT + "\nimport ray\nprint(ray.cluster_resources()['CPU'])\n"
     env = {**os.environ, "PYTHONPATH": str(Path.cwd())}

@@ -109,9 +109,14 @@ def test_a_run_is_evaluated_by_a_command(history: History, data_path: Path):
     assert len(rows) == 12 and {row["step"] for row in rows} == {step}
     assert {"eval-driver", "eval-recorder", "eval-eval-0"} <= {path.stem for path in (run / "machine").iterdir()}
     assert {"eval-recorder", "eval-eval-0"} <= {path.stem for path in (run / "logs").iterdir()}
-    broken = rlsys("eval", run, "reward.fn=tests.ray.judges:raises", "--data", f"other={data_path}", "--limit", "1")
+
+
+@pytest.mark.nightly
+def test_an_evaluation_whose_judge_fails_keeps_the_reasons(history: History, data_path: Path):
+    run = history.job.run_dir
+    broken = rlsys("eval", run, "reward.fn=tests.ray.judges:raises", "--data", f"judged={data_path}", "--limit", "1")
     assert broken.code != 0 and "this judge is broken" in broken.stderr
-    assert {"this judge is broken" in row["reason"] for row in samples_of(run, "other@2")} == {True}
+    assert {"this judge is broken" in row["reason"] for row in samples_of(run, "judged@1")} == {True}
 
 
 def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data_path: Path, tmp_path: Path):

@@ -52,6 +52,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.nightly
 def test_a_notebook_trains_on_rows_and_a_reward_of_its_cells(model_path: Path, tmp_path: Path):
     texts = [textwrap.dedent(cell).strip() for cell in CELLS]
     cells = [text.replace("RUNS", str(tmp_path / "runs")).replace("MODEL", str(model_path)) for text in texts]

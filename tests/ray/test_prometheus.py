@@ -36,6 +36,7 @@ def scraped(wanted: set[str], within_s: float = 60.0) -> str:
         time.sleep(0.25)
 
 
+@pytest.mark.nightly
 def test_a_scrape_has_every_metric_under_its_documented_name(model_path, data_path, tmp_path: Path, capfd):
     own = ["run.name=watched", "run.steps=2", f"eval={{data: {{held_out: {data_path}}}, every: 1, limit: 4}}"]
     config = config_of(model_path, data_path, tmp_path, [*own, "tracking=[prometheus, tensorboard]"])

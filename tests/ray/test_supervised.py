@@ -29,6 +29,7 @@ def test_answers_of_a_file_become_likelier(cluster, model_path: Path, tmp_path: 
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.nightly
 def test_a_policy_comes_closer_to_its_teacher(cluster, model_path: Path, data_path: Path, tmp_path: Path):
     teacher, generator = tiny_sorter(), torch.Generator().manual_seed(7)
     for parameter in teacher.parameters():

@@ -336,3 +336,13 @@ def test_a_finished_run_is_never_overwritten(whole_run, model_path, data_path):
     config = config_of(model_path, data_path, whole_run.parent)
     with pytest.raises(ConfigError, match=r"holds a run already"):
         train(config, progress=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_resume_with_nothing_left_to_train_says_so(steps, whole_run, model_path, data_path, tmp_path):
+    shutil.copytree(whole_run, tmp_path / "run", symlinks=True)
+    config = config_of(model_path, data_path, tmp_path, [f"run.steps={steps}", "run.resume=auto"])
+    train(config, progress=False)
+    (caution,) = [row for row in rows_of(config.run_dir, "events.jsonl") if row["kind"] == "caution_raised"]
+    assert caution["sentence"].startswith(f"step 4 is done, and the run ends at step {steps}: nothing is left to train")

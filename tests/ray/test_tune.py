@@ -38,6 +38,7 @@ def searched(config: Config, folder: Path, rates: list[float], **settings) -> tu
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.nightly
 def test_the_worse_of_two_trials_goes_on_from_the_weights_of_the_better(model_path, data_path, tmp_path):
     config = config_of(model_path, data_path, tmp_path, ["run.steps=4", "checkpoint.every=2"])
     scheduler = PopulationBasedTraining(
