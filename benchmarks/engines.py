@@ -51,7 +51,7 @@ from rlsys.routing.requests import Request
 from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
 from workers.engines.engine import Engine, EngineName
 from workers.ray.cluster import Resources, connect
-from workers.ray.pool import PoolSpec
+from workers.ray.fault_tolerant_pool import PoolSpec
 from workers.ray.worker_process import Remote, start
 from workers.rollout.replica_weights import WeightChange
 from workers.rollout.rollout_pool import RolloutPool

@@ -36,7 +36,7 @@ from rlsys.types import POLICY, Assignment, GroupKey, Sampling, Task
 from tests.replicas import Shelf, replica_of, weights_of
 from tests.scripted_engine import ScriptedEngine
 from workers.ray.cluster import NO_MATHS, connect
-from workers.ray.pool import PoolSpec
+from workers.ray.fault_tolerant_pool import PoolSpec
 from workers.ray.worker_process import Remote, start
 from workers.rollout.policy_text import PolicyText
 from workers.rollout.replica_worker import ReplicaWorker

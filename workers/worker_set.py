@@ -19,7 +19,7 @@ from rlsys.types import POLICY
 from rlsys.weight_sync.links import TRANSFER_S
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
-from workers.ray.pool import Pool, PoolSpec
+from workers.ray.fault_tolerant_pool import Pool, PoolSpec
 from workers.ray.worker_process import Remote, place_of, start, successor_name
 from workers.relay.relay_pool import RayRelays
 from workers.reward.replica_rewards import ReplicaRewards

@@ -14,7 +14,7 @@ from typing import IO
 
 from rlsys.errors import ToolError
 
-_LAUNCHER = Path(__file__).with_name("program_supervisor.py")
+_LAUNCHER = Path(__file__).with_name("program_launcher.py")
 _NO_ROOM = {errno.EAGAIN, errno.ENOMEM, errno.E2BIG, errno.EMFILE, errno.ENFILE, errno.ENOSPC}
 """Errors if the machine has no room for another process, or the prompt is too long for an argument."""
 _TAIL_BYTES = 4000

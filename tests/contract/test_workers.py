@@ -23,7 +23,7 @@ from rlsys.types import Assignment, Group, GroupKey, Task, Turn
 from tests.groups import num_ok, report_of
 from tests.jobs import config_of
 from tests.processes import kill_worker
-from workers.ray.pool import Pool
+from workers.ray.fault_tolerant_pool import Pool
 from workers.reward.reward_worker import RewardPool
 from workers.worker_set import WorkerSet
 

@@ -22,7 +22,7 @@ from rlsys.types import Episode, Group, Score, Task, Trajectory, Turn, VersionSp
 from tests.groups import group
 from workers.ray.call_stream import CallStream, answer_in_chunks
 from workers.ray.cluster import NO_MATHS, node_ids
-from workers.ray.pool import PoolSpec
+from workers.ray.fault_tolerant_pool import PoolSpec
 from workers.ray.worker_process import Remote, start
 from workers.reward.reward_worker import RewardPool, RewardWorker
 from workers.train.ranks import ActorRank

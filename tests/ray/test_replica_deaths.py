@@ -22,7 +22,7 @@ from tests.ray.tools import Blocks
 from tests.replicas import DIGIT, replica_of, scripted, sessions_of
 from workers.ray.call_stream import PayloadRef
 from workers.ray.cluster import NO_MATHS
-from workers.ray.pool import PoolSpec
+from workers.ray.fault_tolerant_pool import PoolSpec
 from workers.ray.worker_process import Remote, start
 from workers.rollout.replica_worker import ReplicaWorker
 from workers.rollout.rollout_pool import RolloutPool, SessionPool

@@ -23,7 +23,7 @@ from rlsys.weight_sync.relay import Relay, RelayPeer, Store
 from tests.jobs import config_of
 from workers.engines.engine import EngineSpec
 from workers.ray.cluster import Resources
-from workers.ray.pool import PoolSpec
+from workers.ray.fault_tolerant_pool import PoolSpec
 from workers.ray.worker_process import Remote, start
 from workers.relay.relay_pool import RayRelays
 from workers.rollout.replica_weights import WeightChange

@@ -34,7 +34,7 @@ from rlsys.types import Busy, Episode, Group, Score, Task, VersionSpan
 from rlsys.util.deadlines import remote
 from workers.ray.call_stream import Parcel, PayloadRef, answer_in_chunks
 from workers.ray.cluster import Resources
-from workers.ray.pool import Pool, PoolMember, PoolSpec
+from workers.ray.fault_tolerant_pool import Pool, PoolMember, PoolSpec
 from workers.ray.worker_process import Chunks, Remote
 from workers.reward.process_pool import CallPool, PoolBroken, ProcessEnded
 from workers.reward.reward_process import LimitedOutput, confine

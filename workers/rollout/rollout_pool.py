@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WorkerError
 from rlsys.types import POLICY, Assignment, Group, PolicyVersion, ReplicaLoad
 from rlsys.util.deadlines import now
-from workers.ray.pool import Pool, PoolMember, PoolSpec, Recovered
+from workers.ray.fault_tolerant_pool import Pool, PoolMember, PoolSpec, Recovered
 from workers.ray.worker_process import Chunks, Remote
 from workers.relay.relay_pool import RayRelays
 from workers.rollout.replica_worker import ReplicaWorker

@@ -17,7 +17,7 @@ from rlsys.types import Assignment, Busy, EngineStats, Group, GroupKey, ReplicaL
 from tests.groups import group as group_of
 from tests.groups import rolled_out
 from workers.ray.call_stream import CallStream, PayloadRef
-from workers.ray.pool import PoolMember, PoolSpec
+from workers.ray.fault_tolerant_pool import PoolMember, PoolSpec
 from workers.ray.worker_process import Remote
 from workers.rollout.rollout_pool import ANSWER_S, QUESTION_S, STUCK_S, RolloutPool, SessionPool
 from workers.rollout.rollout_worker import RolloutWorker

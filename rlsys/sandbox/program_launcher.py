@@ -1,6 +1,6 @@
 """Launcher of `rlsys.sandbox.programs`: runs a program, and kills its process group when it or the parent ends.
 
-    python -I -S program_supervisor.py PARENT PROGRAM [ARGUMENT ...]
+    python -I -S program_launcher.py PARENT PROGRAM [ARGUMENT ...]
 
 The exit code is the program's, or 128 + the number of the signal that killed it; SIGTERM ends the launcher earlier.
 The group is killed before its leader is reaped, so that the group's number cannot be reused yet. This module imports
