@@ -427,7 +427,7 @@ def test_a_lack_of_memory_ends_the_run_without_a_call_to_the_ranks(tmp_path):
     workers, critic = (world := FakeWorld()).workers(), HungryCritic(world)
     workers = replace(workers, critic=critic, step_annotators={**workers.step_annotators, Column.VALUES: critic})
     driver = driver_on(world, tmp_path, columns=ALL, workers=workers)
-    with pytest.raises(OutOfMemory, match=r"step 1: out of memory$"):
+    with pytest.raises(OutOfMemory, match=r"step 1: out of memory\n"):
         run_virtual(driver.run(0))
     assert not (tmp_path / "failed").exists()
 

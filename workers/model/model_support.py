@@ -22,6 +22,8 @@ LAYERS = {"full_attention", "sliding_attention"}
 """Supported kinds of layers, as the Transformers library names them."""
 LENGTH_DEPENDENT = {"dynamic", "longrope"}
 """Kinds of rotary embeddings that change once a forward is longer than the original context."""
+_FOUND: dict[tuple[type[PreTrainedModel], str], str | None] = {}
+"""First problem of the models that were judged, by class and configuration; None: there is none."""
 _META = torch.device("meta")
 _NUM_TOKENS = 4
 
@@ -31,7 +33,11 @@ def check_supported(model: PreTrainedModel, name: str) -> None:
 
     The model is an outline on the meta device, which becomes one in bfloat16.
     """
-    if problem := next(_problems(model), None):
+    kind = type(model), model.config.to_json_string()
+    nn.Module.to(model, torch.bfloat16)  # the meta device multiplies experts in bfloat16 only
+    if kind not in _FOUND:
+        _FOUND[kind] = next(_problems(model), None)
+    if problem := _FOUND[kind]:
         raise ModelError(f"{name} is not supported: {type(model).__name__} {problem}")
 
 
@@ -83,7 +89,6 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
 
 def _problems_of_forward(model: PreTrainedModel) -> Iterator[str]:
     """Compute a row without values, and compare what the layers asked for with the configuration."""
-    nn.Module.to(model, torch.bfloat16)  # the meta device multiplies experts in bfloat16 only
     use_row_attention(model)
     seen = _Seen()
     try:

@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for event in (RunStarted("", 10, 20), StepDone(11, {"reward/mean": 1.0}), late, RunEnded(11, "finished")):
         resumed.handle(event, 0.0)
     resumed.close()
+    wandb.teardown()  # waits until its process has written the files
     return run / "tracking"
 
 
