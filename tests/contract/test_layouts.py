@@ -176,7 +176,7 @@ def test_an_adapter_is_trained_in_other_layouts(mesh: MeshSection, model_path: s
     assert_alike(two_ranks(do, replace(job, mesh=mesh))[0], do(job, RankGroup()))
 
 
-@pytest.mark.parametrize("family", first_by_day(SPLIT_FAMILIES, 3))
+@pytest.mark.parametrize("family", first_by_day(SPLIT_FAMILIES, 2))
 def test_every_family_is_split(family: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks, tmp_path: Path) -> None:
     path = save_model(tmp_path, tiny(family))
     job = Job(model_path=path, num_steps=1, max_tokens=400)

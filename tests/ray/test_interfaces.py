@@ -129,6 +129,7 @@ def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data
         wait_until(lambda: not command.processes())
 
 
+@pytest.mark.nightly
 def test_a_closed_terminal_saves_although_rollouts_hang(model_path: Path, data_path: Path, tmp_path: Path):
     job, gate = job_in(tmp_path, model_path, data_path), tmp_path / "gate"
     hanging = f"rollout.workflow={{type: 'tests.ray.judges:Hangs', gate: {gate}}}"

@@ -150,7 +150,7 @@ class Tier:
             process.kill()
 
 
-@pytest.fixture(scope="module", params=["object_store", "shared_memory"])
+@pytest.fixture(scope="module", params=["object_store", pytest.param("shared_memory", marks=pytest.mark.nightly)])
 def processes(request: pytest.FixtureRequest, three_nodes) -> Iterator[Tier]:
     made = Tier(request.param)
     yield made

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.by_day import first_by_day
 from tests.hub_server import TOKEN, HubServer, Repo, serving_hub
 
 pytestmark = pytest.mark.slow
@@ -71,15 +72,22 @@ def test_a_repository_is_public_only_on_request(hub: HubServer, model: Path):
 
 @pytest.mark.parametrize(
     ("name", "own", "message"),
-    [
-        ("me/sums", {"HF_TOKEN": ""}, "ConfigError: --push me/sums: there is no token; set HF_TOKEN, or log in with"),
-        ("me/sums", {"HF_TOKEN": "hf_wrong"}, "the Hub does not know this token: renew it"),
-        ("others/sums", {}, "this token may not write there: the name belongs to others"),
-        ("others/theirs", {}, "this token may not write there: the name belongs to others"),
-        ("me/su ms", {}, "ConfigError: --push me/su ms: not a name of the Hub"),
-        ("me/sums", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, so the Hub is not asked: unset it"),
-        ("me/sums", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hub cannot be reached: "),
-    ],
+    first_by_day(
+        [
+            (
+                "me/sums",
+                {"HF_TOKEN": ""},
+                "ConfigError: --push me/sums: there is no token; set HF_TOKEN, or log in with",
+            ),
+            ("me/sums", {"HF_TOKEN": "hf_wrong"}, "the Hub does not know this token: renew it"),
+            ("others/sums", {}, "this token may not write there: the name belongs to others"),
+            ("others/theirs", {}, "this token may not write there: the name belongs to others"),
+            ("me/su ms", {}, "ConfigError: --push me/su ms: not a name of the Hub"),
+            ("me/sums", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, so the Hub is not asked: unset it"),
+            ("me/sums", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hub cannot be reached: "),
+        ],
+        2,
+    ),
     ids=["no token", "wrong token", "other organisation", "taken", "bad name", "offline", "no network"],
 )
 def test_a_refused_push_says_why(hub: HubServer, model: Path, name: str, own: dict[str, str], message: str):
