@@ -91,14 +91,14 @@ class StepAdvantages:
 
 
 class SampleSize(NamedTuple):
-    """What the weight of a sample's tokens in the loss depends on."""
+    """Place of a sample, and the numbers that set the weight of its tokens in the loss."""
 
     group: int
     episode: int
     trajectory: int
     num_trained: int
     weight: float
-    """How often the sample counts, see `Episode.weight`."""
+    """That of its episode: the number of times that the sample counts, see `Episode.weight`."""
 
 
 @dataclass(frozen=True, slots=True)

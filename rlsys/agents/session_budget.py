@@ -1,4 +1,4 @@
-"""What the agents of a session share: its budget, its transcript and its times.
+"""Shared by the agents of a session: its budget, its transcript and its times.
 
 The budget is exact with any number of concurrent agents. Tokens are reserved before a reply is sampled, and unused ones
 are returned. Equal shares make the limit of one agent independent of the speed of the others.
@@ -105,7 +105,7 @@ class Said:
 
 
 class Participant(Protocol):
-    """What a record says of an agent."""
+    """The parts of an agent that a session record names."""
 
     @property
     def name(self) -> str: ...
@@ -121,7 +121,7 @@ class Participant(Protocol):
 
 @dataclass
 class SessionRecord:
-    """What is counted, timed and said in one session."""
+    """Counts, times and transcript of one session."""
 
     task: Task
     _: KW_ONLY

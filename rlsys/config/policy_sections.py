@@ -19,7 +19,7 @@ OWN = ("model", "algorithm", "stabilizer", "resources", "rollout", "train", "cri
 _MAY_BE_NULL = ("stabilizer", "train")
 _SHARED = {"rollout": "only `engine` can differ", "resources": "only `actor`, `critic` and `reference` can differ"}
 _FREE = {"rollout": {"engine"}, "resources": {"actor", "critic", "reference"}}
-"""What policies that share their replicas may override of these sections."""
+"""Keys of these sections that may differ between policies that share their replicas."""
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 """Name of a policy, also of its folder in `RUN/policies`."""
 Differences = Annotated[

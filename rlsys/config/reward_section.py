@@ -183,7 +183,7 @@ class RewardSection(Section):
         """Copy with absolute paths, because workers run in another folder."""
         if self.fn is None or isinstance(self.fn, str):
             return self.model_copy(update={"fn": self.fn and _absolute(self.fn)})
-        return self.model_copy(update={"fn": tuple(map(_rooted, self.fn))})
+        return self.model_copy(update={"fn": tuple(map(_with_absolute_path, self.fn))})
 
     @field_validator("fn", mode="before")
     @classmethod
@@ -225,7 +225,7 @@ class RewardSection(Section):
         return self
 
 
-def _rooted(item: RewardItem) -> RewardItem:
+def _with_absolute_path(item: RewardItem) -> RewardItem:
     path = item.args.get("path")
     if item.fn == MODEL and isinstance(path, str) and Path(path).is_dir():
         return item.model_copy(update={"args": {**item.args, "path": str(Path(path).absolute())}})

@@ -24,7 +24,7 @@ ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
 """Activations of a decoder layer that are not kept for the backward, but computed again: none; all but the results of
 matrix products and of attention; all but the layer's input."""
 GatherWeights: TypeAlias = Literal["micro_batch", "update"]
-"""How long gathered weights, and the gradient that is not yet summed over ranks, are kept."""
+"""Period for which gathered weights, and the gradient that is not yet summed over ranks, are kept."""
 LrStaleness: TypeAlias = Literal["none", "sqrt", "linear"]
 """Divisor of the learning rate for the age of samples: 1, the root of 1 + s, or 1 + s."""
 

@@ -287,7 +287,7 @@ def with_absolute_paths(config: Config) -> Config:
         "reward": config.reward.with_absolute_paths(),
         "rollout": config.rollout.model_copy(update={"chat": config.rollout.chat.with_text()}),
         "data": config.data.model_copy(
-            update={"path": _absolute_place(path) if isinstance(path, str) else tuple(map(_rooted_source, path))}
+            update={"path": _absolute_place(path) if isinstance(path, str) else tuple(map(_with_absolute_source, path))}
         ),
         "eval": config.eval.model_copy(
             update={"data": {n: _absolute_place(path) for n, path in config.eval.data.items()}}
@@ -313,7 +313,7 @@ def _absolute_policy(policy: PolicySection) -> PolicySection:
     return PolicySection(policy.root | update)
 
 
-def _rooted_source(source: SourceSection) -> SourceSection:
+def _with_absolute_source(source: SourceSection) -> SourceSection:
     return source if source.is_proposed else source.model_copy(update={"path": _absolute_place(source.path)})
 
 

@@ -3,7 +3,7 @@
 Numbers by token are in columns of their own: `prompt_ids`, `output_ids` and `logprobs` of all turns of an episode one
 after the other, and the readings of its trained tokens. `session` is the episode as JSON, with the length of each of
 these lists in its place. What holds for the whole group is in its first row: `task`, as JSON, and each of the
-algorithm's columns. The others repeat a part of that for whoever reads the files without rlsys: any tool that reads
+algorithm's columns. The others repeat a part of that for readers without rlsys: any tool that reads
 Parquet can filter episodes by reward or text. The round trip is exact for finite numbers.
 """
 

@@ -25,7 +25,7 @@ def encodable(text: str) -> str:
 
 
 def print_note(text: str) -> None:
-    """Print a line on stderr. It is lost if nobody reads it any more or the disk is full: no output ends a run."""
+    """Print a line on stderr. If stderr is closed or its disk is full, the line is lost, and the run goes on."""
     try:
         sys.stderr.write(printable(text) + "\n")
         sys.stderr.flush()

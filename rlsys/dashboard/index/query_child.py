@@ -3,7 +3,7 @@
     python -I -S query_child.py < request.json > answer.json
 
 A request has `database`, the path of an SQLite file to read, or null; `setup`, statements of ours with their
-parameters; `rows`, tables that are filled, `{"runs": [[...], ...]}`; `queries`, those of somebody, with parameters;
+parameters; `rows`, tables that are filled, `{"runs": [[...], ...]}`; `queries`, those of a user, with parameters;
 `most_rows` of each; `memory_mb`. An answer has the `results`, each with `columns` and `rows`, and `is_cut` if there
 were more; or an `error` in words.
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Set up, then run the query as somebody who may only read."""
+    """Set up, then run the query of a user, who may only read."""
     path = request["database"]
     place = f"{Path(path).as_uri()}?mode=ro" if path else ":memory:"
     connection = sqlite3.connect(place, uri=bool(path), isolation_level=None)

@@ -133,7 +133,7 @@ def run_sql(
     letters: int | None = None,
     seconds: float = MOST_S,
 ) -> QueryPage:
-    """Answer a query of somebody, who may read these views. `letters`: see `page_of`. Raises `BadQuery`, after
+    """Answer a query of a user, who may read these views. `letters`: see `page_of`. Raises `BadQuery`, after
     `seconds` too."""
     check_quoted(sql, tables)
     (result,) = _run_child(database, tables, [(sql, ())], sql, seconds)
@@ -273,7 +273,7 @@ def _column(table: QueryTable, name: str) -> QueryColumn:
 def _run_child(
     database: Path | None, tables: Sequence[QueryTable], queries: Sequence[Sql], text: str, seconds: float
 ) -> list[Any]:
-    """Let a process answer. Raises `BadQuery`; `text` is what somebody wrote."""
+    """Let a process answer. `text` is the query as the user wrote it. Raises `BadQuery`."""
     named = " ".join(sql for sql, _ in queries)
     setup = [
         *(statement for table in tables for statement in table.setup),
