@@ -1,15 +1,17 @@
 """One run under random faults, one after the other: what they break, and how long each holds the run up.
 
-    python -m benchmarks.chaos [--faults 200 | --quick | --short] [--seed 0] [--only session,rollout,rollout]
+    python -m benchmarks.chaos [--faults 200 | --quick | --short] [--seed 0] [--ranks 2] [--only session,rollout]
 
 Three raylets on this machine, the tiny sorter trained by PPO with a critic and a KL reference, a rollout replica and a
-relay on each raylet, as many session workers, two reward workers, `max_staleness` 2; `--short` has one raylet. After
-every fault the run has to do further steps; where the fault ends the run, it is resumed.
+relay on each raylet, as many session workers, two reward workers, `max_staleness` 2, two ranks of actor and critic;
+`--short` has one raylet and one rank. After every fault the run has to do further steps; where the fault ends the run,
+it is resumed.
 
 | fault | what happens |
 | --- | --- |
 | `rollout`, `session`, `reward`, `relay`, `reference`, `actor`, `critic` | SIGKILL for one process of the kind |
 | `frozen ...` | SIGSTOP for one process of the kind |
+| `collective` | SIGSTOP for a rank of the actor until the others wait for it in a collective, then SIGKILL |
 | `node` | a raylet other than the head is killed with all that runs on it; another joins |
 | `driver` | SIGKILL for the command |
 | `SIGINT`, `SIGTERM`, `SIGHUP` | as from a terminal, Docker or Slurm |
@@ -62,8 +64,10 @@ from benchmarks.measure import (
 from rlsys.agents.workflow import SingleTurn
 from rlsys.loop.checkpoint import find_latest, read_state
 
-CPUS = 12
-"""CPUs of all nodes together."""
+CPUS = 10
+"""CPUs of all nodes together, besides one for each rank of actor and critic."""
+REACHED_S = 1.0
+"""Seconds in which the other ranks come to the next collective."""
 STORE_BYTES = 256 << 20
 LIMIT_S = 180.0
 """Deadline for a further step."""
@@ -88,6 +92,8 @@ class Chaos:
     run: DisturbedRun
     cluster: Raylets
     chance: random.Random
+    num_ranks: int
+    """Ranks of the actor, and of the critic."""
     counts: Counter[str] = field(default_factory=Counter)
     held_up_s: dict[str, list[float]] = field(default_factory=dict)
     """By fault: seconds until the next step."""
@@ -121,6 +127,8 @@ class Chaos:
             table[kind] = lambda kind=kind: self._signal(kind, signal.SIGKILL)
         for kind in ("rollout", "reward", "actor"):
             table[f"frozen {kind}"] = lambda kind=kind: self._signal(kind, signal.SIGSTOP)
+        if self.num_ranks > 1:
+            table["collective"] = self._kill_in_collective
         for name in EXIT_CODES:
             table[name] = lambda name=name: self.interrupt(name)
         if self.cluster.cluster.worker_nodes:
@@ -138,6 +146,13 @@ class Chaos:
     def _signal(self, kind: str, how: int) -> None:
         if targets := self.run.workers(kind):
             self.chance.choice(targets).send_signal(how)
+
+    def _kill_in_collective(self) -> None:
+        if targets := self.run.workers("actor"):
+            rank = self.chance.choice(targets)
+            rank.suspend()
+            time.sleep(REACHED_S)
+            rank.kill()
 
     def _lose_node(self) -> None:
         self.cluster.kill(self.chance)
@@ -304,23 +319,25 @@ def main() -> None:
     parser = parser_of(__doc__, quick="20 faults")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--ranks", type=int, default=2, help="of the actor, and of the critic")
     parser.add_argument("--only", type=lambda names: names.split(","), help="these faults; a name may come twice")
     arguments = parser.parse_args()
     num_nodes = 1 if arguments.size == "short" else 3
+    num_ranks = 1 if arguments.size == "short" else arguments.ranks
     num_faults = {"full": arguments.faults, "quick": 20, "short": 2}[arguments.size]
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="chaos_") as name,
-        raylets(num_nodes, CPUS // num_nodes, STORE_BYTES) as nodes,
+        raylets(num_nodes, -(-(CPUS + 2 * num_ranks) // num_nodes), STORE_BYTES) as nodes,
     ):
         command = train_command(
             sorter(arguments.size), Path(name), f"ray={nodes.address}", "run.steps=1000000",
             "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
             "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
-            "record.rollouts_every=0", "limits.max_attempts=50",
+            "record.rollouts_every=0", "limits.max_attempts=50", f"train.mesh.shard={num_ranks}",
             f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
         )  # fmt: skip
-        chaos = Chaos(DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed))
+        chaos = Chaos(DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed), num_ranks)
         chaos.run.start()
         try:
             chaos.run.wait_steps(2, LIMIT_S)

@@ -135,6 +135,13 @@ class DisturbedRun:
         self.follow()
         return code, time.monotonic() - began_s
 
+    def finish(self, limit_s: float) -> int:
+        """Return the exit code of the command once it has ended by itself."""
+        assert self.process is not None
+        code = self.process.wait(limit_s)
+        self.follow()
+        return code
+
     def kill(self) -> None:
         """Kill what is left of the command."""
         if self.process is not None and self.process.poll() is None:

@@ -6,6 +6,9 @@ The tiny sorter with two rollout replicas, two reward workers, a reference and o
 cluster, with the defaults of `limits`. A worker is struck while steps are done at their normal pace. It has recovered
 once a successor is ready, and a step takes at most 1.5 times the median step before the first strike. Frozen workers
 are stopped by SIGSTOP, others killed by SIGKILL.
+
+Then, in runs of 2 and 4 ranks with every mesh, a rank is killed inside one collective after the other; the final
+weights have to be those of a run in which nothing dies.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.collective_kills import MESHES, Kills
 from benchmarks.disturbed_run import DisturbedRun
 from benchmarks.measure import parser_of, print_result, progress, sorter, spread, train_command
 
@@ -29,6 +33,8 @@ CASES = {
     "frozen reward": ("reward", signal.SIGSTOP),
 }
 """By name of the case: kind of worker, and the signal."""
+KILLS = {"full": dict.fromkeys(MESHES, 4) | {"shard 2": 20}, "quick": {"shard 2": 2}, "short": {}}
+"""By size of the benchmark: deaths inside collectives, by mesh."""
 LIMIT_S = 120.0
 
 
@@ -60,8 +66,14 @@ def main() -> None:
         finally:
             run.kill()
     assert code == 128 + signal.SIGINT, f"Ctrl-C ended the run with {code}"
+    with tempfile.TemporaryDirectory(prefix="recovery_") as name:
+        kills = Kills(sorter(arguments.size), Path(name))
+        for mesh, most in KILLS[arguments.size].items():
+            kills.strike(mesh, most)
     figures = {case: spread(seconds) for case, seconds in recovery_s.items()}
-    print_result({"recovery_s": figures, "step_s": step_s, "interrupt_s": ended_s})
+    collective = kills.figures() if kills.tried else None
+    print_result({"recovery_s": figures, "step_s": step_s, "interrupt_s": ended_s, "collective": collective})
+    raise SystemExit(bool(kills.broken))
 
 
 if __name__ == "__main__":

@@ -204,8 +204,11 @@ class TrainedModel(Protocol):
         """Save weights and optimizer into `folder`; the files are those of all ranks. Both parts raise
         `CheckpointError`."""
 
-    async def watch(self) -> None:
-        """Return never. Raises `WorkerDied` soon after a rank died, and `DeadlineExceeded` for one that is frozen."""
+    async def watch(self, on_progress: Callable[[], None]) -> None:
+        """Return never. Raises `WorkerDied` soon after a rank died, and `DeadlineExceeded` for one that is frozen.
+
+        `on_progress` is called while ranks begin one micro-batch after the other.
+        """
 
     async def restart(self) -> None:
         """End all ranks, start others, and return once they are set up: with the initial model and a new optimizer."""

@@ -64,6 +64,10 @@ class WorkerDied(WorkerError):
     """Death of the worker's process. It can be restarted; its unfinished work is reissued."""
 
 
+class CollectiveFailed(WorkerDied):
+    """Failure of a collective among ranks of which none is dead. It is treated as a death, once."""
+
+
 class DeadlineExceeded(WorkerError):
     """A worker that did not answer in time. It is treated as dead."""
 

@@ -385,7 +385,7 @@ class TrainingJob:
         for name, driver in drivers.items():
             self.runs[name].result.early_stop = driver.early_stop if reached[name] < driver.end else ""
         is_cut = any(reached[n] < driver.end and not driver.early_stop for n, driver in drivers.items())
-        is_cut = is_cut or any(lane.was_given_up for lane in lanes)
+        is_cut = is_cut or any(lane.was_given_up for lane in lanes) or any(d.saver.lost for d in drivers.values())
         if stops.signal is not None and is_cut:
             raise Interrupted(self._interruption(drivers, reached), stops.signal)
 

@@ -35,7 +35,6 @@ from rlsys.errors import (
     NoProgress,
     PayloadLost,
     RlsysError,
-    RunAborted,
     WorkerDied,
     WorkerError,
     ZeroAdvantage,
@@ -196,24 +195,26 @@ class Driver:
 
     async def _learn(self) -> None:
         """Train until the end, or `stop`. If a rank of actor or critic dies or freezes, or a producer meets that
-        (`Recovery.trouble`), replace all and go on.
+        (`Recovery.trouble`), replace all and go on; after `stop`, end with what is saved.
 
-        Raises `RunAborted` if that happens `limits.max_attempts` times without a finished step, or after `stop`.
+        Raises `RunAborted` if that happens too often without a finished step.
         """
         failure: WorkerError | None = None
         while True:
             try:
                 if failure is not None:
                     await self._recover(failure)
-                watches = [model.watch() for model in self.workers.models.values()]
+                watches = [m.watch(self.queue.progress.mark_progress) for m in self.workers.models.values()]
                 await deadlines.unless(self._train(), *watches, self.recovery.trouble())
             except (WorkerDied, DeadlineExceeded) as error:
-                self._num_deaths += 1
                 if not self.recovery.is_of_model(error):
                     raise
-                if self.stop_request.is_made or self._num_deaths >= self.dropped_groups.failures.limits.max_attempts:
-                    raise RunAborted(str(error)) from error
+                if self.stop_request.is_made:
+                    self.saver.lose_models(error)
+                    return
                 failure = error
+                self._num_deaths += 1
+                self.dropped_groups.failures.check_replaceable(failure, self._num_deaths)
             else:
                 return
 

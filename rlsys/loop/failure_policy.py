@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar
 from rlsys.config.run_sections import LimitsSection
 from rlsys.contracts import Composer, Reference, Rewards, Rollouts
 from rlsys.errors import (
+    CollectiveFailed,
     DeadlineExceeded,
     GroupExpired,
     NothingToTrain,
@@ -69,6 +70,16 @@ class FailurePolicy:
                 return "zero_advantage"
             raise RunAborted(_ZERO_ADVANTAGE.format(count=dropped_in_a_row + 1, error=error))
         raise RunAborted(str(error))
+
+    def check_replaceable(self, failure: WorkerError, num_failures: int) -> None:
+        """Return if all ranks of actor and critic are to be replaced after this failure of one.
+
+        `num_failures` counts such failures, with this one, since the last finished step. Raises `RunAborted` after too
+        many: a collective that fails again without a dead rank has a cause that new processes do not remove.
+        """
+        limit = min(2, self.limits.max_attempts) if isinstance(failure, CollectiveFailed) else self.limits.max_attempts
+        if num_failures >= limit:
+            raise RunAborted(str(failure)) from failure
 
 
 class GivenUp(Exception):

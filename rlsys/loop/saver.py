@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlsys.contracts import Files, Saving, Workers
-from rlsys.errors import CheckpointError, PayloadLost, RlsysError
+from rlsys.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    PayloadLost,
+    RlsysError,
+    WorkerDied,
+    WorkerError,
+)
 from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, SavedModels
 from rlsys.loop.failure_policy import DroppedGroups
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup
@@ -17,7 +24,8 @@ from rlsys.loop.remote_checkpoints import CheckpointCopies
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.step_metrics import StepClock
 from rlsys.loop.stop_request import StopRequest
-from rlsys.monitoring.events import CheckpointSaved, Events
+from rlsys.monitoring.events import CheckpointSaved, Events, WorkerFailed
+from rlsys.util.deadlines import unless
 from rlsys.weight_sync.sync import WeightSync
 
 SAVE_S = 300.0
@@ -46,6 +54,8 @@ class Saver:
     position: RunPosition
     copies: CheckpointCopies | None = None
     """None in a run whose checkpoints are not copied."""
+    lost: WorkerError | None = field(default=None, init=False)
+    """Failure of a rank of actor or critic after `stop`: what was not saved by then is lost."""
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
     """Writing of the newest checkpoint."""
 
@@ -84,10 +94,28 @@ class Saver:
             self._writing = None
 
     async def save_rest(self) -> None:
-        """Save the last finished step, unless that is done, or a later step changed the weights and did not end."""
+        """Save the last finished step, unless that is done, or a later step changed the weights and did not end.
+
+        Nothing more is saved once a rank of actor or critic dies or freezes; see `lost`.
+        """
+        watches = [model.watch(lambda: None) for model in self.workers.models.values()]
+        try:
+            await unless(self._save_rest(), *watches)
+        except (WorkerDied, DeadlineExceeded) as error:
+            self.lose_models(error)
+
+    async def _save_rest(self) -> None:
         if self.position.version > self.position.restored and not self.learner.is_half_way:
             await self.save_if_due(is_last=True)
         await self.finish_saving()
+
+    def lose_models(self, failure: WorkerError) -> None:
+        """Give up what is not saved yet, because a rank of actor or critic failed after `stop`."""
+        self.events.emit(WorkerFailed(failure.worker, failure.phase, str(failure)))
+        self.lost, self.learner.is_half_way = failure, True
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
 
     async def save_before(self, error: BaseException) -> None:
         """Save what there is before `error` ends the run, and note in it what can be resumed."""
@@ -96,6 +124,8 @@ class Saver:
             await self.save_rest()
         except RlsysError as problem:
             reason = str(problem)
+        if self.lost is not None:
+            reason = str(self.lost)
         saved = self.checkpoints.last_saved
         if saved != step and step > self.position.restored:
             error.add_note(f"step {step} could not be saved: {reason}")

@@ -59,8 +59,10 @@ class _FakeModel(_FakeProcess):
         super().__init__(world)
         self.fetched: Sequence[Group] = ()
         self._plan: BatchPlan | None = None
+        self._on_progress: Callable[[], None] = lambda: None
 
-    async def watch(self) -> None:
+    async def watch(self, on_progress: Callable[[], None]) -> None:
+        self._on_progress = on_progress
         await self._died.wait()
         self._check_alive()
 
@@ -91,6 +93,15 @@ class _FakeModel(_FakeProcess):
         for kind, column in columns.items():
             handed_in = [[len(array) for array in of_rank] for of_rank in column]  # type: ignore[union-attr]
             assert handed_in == [_num_trained(self.fetched, of_rank) for of_rank in plan], kind
+
+    async def _compute(self, seconds: float) -> None:
+        """Return after `seconds`, and report progress. Raises `WorkerDied` if the process has died by then."""
+        while seconds > self.world.progress_s:
+            await asyncio.sleep(self.world.progress_s)
+            seconds -= self.world.progress_s
+            self._on_progress()
+        await asyncio.sleep(seconds)
+        self._check_alive()
 
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
@@ -160,8 +171,7 @@ class FakeActor(_FakeModel):
         self._begin("train_step")
         self._check_step(plan, columns)
         seconds = self.world.step_s(self.version, self.fetched)
-        await asyncio.sleep(seconds)
-        self._check_alive()
+        await self._compute(seconds)
         if self.num_steps == 0:
             self.world.trained.clear()  # by an actor that was replaced before any checkpoint
         if self.version == self.world.nan_at:
@@ -267,8 +277,7 @@ class FakeCritic(_FakeModel):
         self._begin("train_step")
         self._check_step(plan, columns)
         seconds = self.world.critic_s(self.num_steps)
-        await asyncio.sleep(seconds)
-        self._check_alive()
+        await self._compute(seconds)
         self._end_step()
         self.num_steps += 1
         return TrainStats({"critic/loss": 1 / self.num_steps}, seconds)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from pathlib import Path
 
 from rlsys.algorithm import Column
@@ -68,6 +69,8 @@ class WorldState:
     """Seconds to add a column to one group."""
     train_s: Callable[[int], float] = lambda version: 1.0
     """Seconds of the step that starts from a version."""
+    progress_s: float = inf
+    """Seconds between two micro-batches of a step, each of which is reported as progress."""
     critic_s: Callable[[int], float] = lambda step: 0.0
     """Seconds of the critic's step, numbered from 0."""
     num_bytes: int = 4

@@ -420,7 +420,7 @@ def test_a_dead_actor_is_noticed_and_its_successor_loads_its_state(kit, tmp_path
         actor = kit.workers.actor
         await trained(kit, 22)
         await copy_and_write(actor.save(tmp_path / "actor"))
-        noticed = asyncio.create_task(actor.watch())
+        noticed = asyncio.create_task(actor.watch(lambda: None))
         kit.kill_actor()
         with pytest.raises(WorkerDied, match="actor-0"):
             await actor.publish(24)

@@ -8,19 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, Workers
-from rlsys.errors import CheckpointError, NoProgress, RunAborted, TrainingError, WorkerDied, full_text
+from rlsys.errors import CheckpointError, DeadlineExceeded, NoProgress, RunAborted, TrainingError, WorkerDied, full_text
 from rlsys.loop.checkpoint import find_latest, step_of
 from rlsys.loop.driver import SAVE_S, STOP_S, Driver
-from rlsys.monitoring.events import RolledBack, StepDone
+from rlsys.monitoring.events import RolledBack, StepDone, WorkerFailed
 from rlsys.testing import EventRecorder, FakeActor, FakeWorld, Fault, run_virtual
 from rlsys.types import Group, PolicyVersion
 from tests.simulate.test_evaluation_lane import evaluated
 from tests.simulate.world import driver_on, go_on
 
 NEVER_S = 1e9
+SILENCE_S = 30.0
+MODEL_CALLS = [
+    *(f"actor-0 {call}" for call in ("fetch", "train_step", "publish", "save", "save_groups")),
+    *(f"critic-0 {call}" for call in ("fetch", "train_step", "save")),
+]
+"""Calls of fake models; only an algorithm that asks for values calls the critic's `annotate_step`."""
 STOPPED_AT_S = 40.0
 """Long after the worker of each test hangs, which it does in the third step or behind it."""
 
@@ -30,10 +38,11 @@ class StuckActor(FakeActor):
 
     def __init__(self, world: StuckWorld) -> None:
         super().__init__(world)
-        self.stuck = world
+        self.stuck, self.is_stuck = world, asyncio.Event()
 
     async def _maybe_wait(self, call: str) -> None:
         if call == self.stuck.call and len(self.stuck.trained) >= self.stuck.after:
+            self.is_stuck.set()
             await asyncio.sleep(self.stuck.stuck_s)
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
@@ -155,7 +164,51 @@ def test_an_actor_that_hangs_does_not_hold_the_end(tmp_path: Path):
     assert SAVE_S == 300
 
 
+class FrozenActor(StuckActor):
+    """Its process answers no heartbeat either once a call is stuck."""
+
+    async def watch(self, on_progress: Callable[[], None]) -> None:
+        await self.is_stuck.wait()
+        await asyncio.sleep(SILENCE_S)
+        raise DeadlineExceeded("actor-0", "answering a heartbeat", f"no answer within {SILENCE_S:g} s")
+
+
+@pytest.mark.parametrize("call", ["fetch", "save"])
+def test_a_stop_while_a_rank_is_frozen_ends_with_the_newest_checkpoint(tmp_path: Path, call: str):
+    world, recorder = StuckWorld(call=call), EventRecorder()
+    workers = replace(world.workers(), actor=FrozenActor(world))
+    driver = driver_on(world, tmp_path, checkpoint_every=1, workers=workers, recorder=recorder)
+    assert seconds_to_end(driver, stopped_at_s=12.0) <= STOP_S + SILENCE_S
+    assert driver.saver.lost is not None
+    assert saved_step(tmp_path) == driver.saver.checkpoints.last_saved == (2 if call == "fetch" else 1)
+    assert [failed.worker for failed in recorder.of(WorkerFailed)] == ["actor-0"]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(MODEL_CALLS), st.integers(1, 6), st.floats(0.0, 25.0), st.sampled_from((0, 3)))
+def test_a_death_during_a_stop_fails_nothing(tmp_path_factory, call: str, number: int, stop_s: float, staleness: int):
+    folder = tmp_path_factory.mktemp("run")
+    world = FakeWorld(training_deaths={call: {number}}, save_s=2.0)
+    driver = driver_on(world, folder, checkpoint_every=2, max_staleness=staleness)
+    assert seconds_to_end(driver, stop_s) <= STOP_S
+    newest = find_latest(folder / "checkpoints")
+    assert (newest and step_of(newest)) == driver.saver.checkpoints.last_saved
+    resumed, calm = FakeWorld(), FakeWorld()
+    resuming = driver_on(resumed, folder, max_staleness=staleness)
+    run_virtual(resuming.run(0) if newest is None else go_on(resuming))
+    run_virtual(driver_on(calm, folder / "calm", max_staleness=staleness).run(0))
+    assert resumed.consumed == calm.consumed
+
+
 # ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_a_long_step_whose_ranks_make_progress_is_no_standstill(tmp_path: Path):
+    slow = FakeWorld(train_s=slow_third_step(5000.0), progress_s=100.0)
+    assert run_virtual(driver_on(slow, tmp_path / "slow", no_progress_s=500.0).run(0)) == 6
+    silent = FakeWorld(train_s=slow_third_step(5000.0))
+    with pytest.raises(NoProgress):
+        run_virtual(driver_on(silent, tmp_path / "silent", no_progress_s=500.0).run(0))
 
 
 def test_a_standstill_saves_and_says_how_to_go_on(tmp_path: Path):

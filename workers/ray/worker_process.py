@@ -88,10 +88,14 @@ class _Process:
         return attrgetter(path)(self._worker)
 
     @ray.method(concurrency_group=HEARTBEAT)
-    def beat(self, silence_s: float) -> None:
-        """Answer, whatever the worker computes. The process writes its stacks to its log unless the next heartbeat
-        comes within two thirds of `silence_s`: then a computation keeps the interpreter's lock."""
+    def beat(self, silence_s: float) -> int:
+        """Answer, whatever the worker computes, with its attribute `progress`, a count; 0 for a worker without.
+
+        The process writes its stacks to its log unless the next heartbeat comes within two thirds of `silence_s`: then
+        a computation keeps the interpreter's lock.
+        """
         faulthandler.dump_traceback_later(silence_s * 2 / 3, file=STDERR)
+        return getattr(self._worker, "progress", 0)
 
     @ray.method(concurrency_group=HEARTBEAT)
     def where(self) -> str:
@@ -273,21 +277,25 @@ class Remote(Generic[W]):
             await call(self.actor.call.remote("close"), self.name, "closing the worker", CLOSE_S)
         self.kill()
 
-    async def watch_process(self, silence_s: float) -> None:
+    async def watch_process(self, silence_s: float, on_progress: Callable[[], None] = lambda: None) -> None:
         """Return never. Raises `WorkerDied` soon after the process died, or what `beat` raises for a silent one.
 
-        Waits a third of `silence_s` between two heartbeats; only the end of the process unblocks it.
+        Waits a third of `silence_s` between two heartbeats; only the end of the process unblocks it. `on_progress` is
+        called after each heartbeat between which and the last the worker's `progress` has changed.
         """
+        before = 0
         while True:
-            await self.beat(silence_s)
+            if (progress := await self.beat(silence_s)) != before:
+                before = progress
+                on_progress()
             await deadlines.sleep(silence_s / BEATS)  # silence cannot notify
 
-    async def beat(self, silence_s: float) -> None:
-        """Return once the process answers, even if the worker computes.
+    async def beat(self, silence_s: float) -> int:
+        """Return the worker's `progress` once the process answers, even if the worker computes.
 
         Raises `WorkerDied`, or `DeadlineExceeded` after `silence_s`.
         """
-        await call(self.actor.beat.remote(silence_s), self.name, "answering a heartbeat", silence_s)
+        return await call(self.actor.beat.remote(silence_s), self.name, "answering a heartbeat", silence_s)
 
     async def where(self, deadline_s: float) -> str:
         """Name the place in the code that the worker is in, also if its event loop is blocked."""
@@ -401,6 +409,11 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
         ) from error
     except RayError as error:
         raise WorkerDied(worker, phase, _with_cause(f"{type(error).__name__}: {_first_line(error)}")) from error
+
+
+def cause_of(error: WorkerError) -> Exception | None:
+    """Return the exception of the worker's code that `call` made this error of; None if it was none."""
+    return error.__cause__.cause if isinstance(error.__cause__, RayTaskError) else None
 
 
 def _with_cause(detail: str) -> str:

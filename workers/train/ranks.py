@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -102,6 +103,11 @@ class Rank:
     _fetched: StepData | None = None
     _writing: Writing | None = None
 
+    @property
+    def progress(self) -> int:
+        """A count that grows with each micro-batch; see `Remote.watch_process`."""
+        return self._backend.num_passes
+
     @remote("fetching the data of a step")
     def fetch(self, parcel: StepParcel) -> tuple[int, ...]:
         """Fetch the data of the next step. Returns the ids of groups with lost data."""
@@ -111,7 +117,7 @@ class Rank:
             return loss.group_ids
         return ()
 
-    @remote("training a step")
+    @remote("training a step", patience=inf)
     def train_step(self, plan: RankPlan, kinds: Sequence[Column], *columns: StepColumn) -> TrainStats:
         """Train one step on the fetched data; `columns` are this rank's data of `kinds`."""
         start_s = time.monotonic()
@@ -206,7 +212,7 @@ class ActorRank(Rank):
             plan, data, spec.algorithm, distribution=spec.distribution, stabilizer=self._stabilizer
         )
 
-    @remote("scoring a step without the adapter")
+    @remote("scoring a step without the adapter", patience=inf)
     def reference(self, plan: RankPlan, kind: Column) -> tuple[int, StepColumn]:
         """A receipt, and the column `kind` of the fetched step under the frozen base of the adapter."""
         column = self._policy.reference(plan, self.fetched_data, kind, self._spec.distribution)
@@ -296,7 +302,7 @@ class CriticRank(Rank):
             savings=spec.savings, lora=spec.lora,
         )  # fmt: skip
 
-    @remote("computing the values of a step")
+    @remote("computing the values of a step", patience=inf)
     def values(self, plan: RankPlan) -> tuple[int, StepColumn]:
         """A receipt, and the values of the fetched step."""
         column = self._critic.values(plan, self.fetched_data)

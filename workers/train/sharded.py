@@ -64,6 +64,9 @@ class Sharded:
         self._counted = {name for name, parameter in self.parameters().items() if layout.counts(parameter)}
         """Parameters of which this rank's part counts in sums over ranks."""
         self._state_writer = StateWriter(self._ranks, layout.state_device)
+        self.num_passes = 0
+        """Forward passes that were begun, each of a micro-batch."""
+        root.register_forward_pre_hook(self._count_pass)
         self.wait_published: Callable[[], None] = lambda: None
         """Returns once the weights may change, because those of the last publish are copied."""
 
@@ -76,6 +79,9 @@ class Sharded:
     def lr(self, staleness: float) -> float:
         """Learning rate of the next step, whose tokens are so many versions old on average."""
         return learning_rate(self.step, self._settings, staleness)
+
+    def _count_pass(self, *_: object) -> None:
+        self.num_passes += 1
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Live trained parameters by name, tied ones once; those of a sharded model are `DTensor`s."""

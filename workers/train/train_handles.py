@@ -13,11 +13,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Files, Published, Saving, TrainedGroup, TrainStats
-from rlsys.errors import DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
+from rlsys.errors import CollectiveFailed, DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import timeout, unless
 from workers.ray.call_stream import Parcel, PayloadRef
-from workers.ray.worker_process import Remote
+from workers.ray.worker_process import Remote, cause_of
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
 from workers.train.recorder import Recorder
 from workers.train.reference_worker import ReferenceWorker
@@ -161,8 +161,8 @@ class RanksHandle(Generic[R]):
         watched = {"silence_s": self._silence_s, "on_unplaced": self.on_unplaced}
         await self._gather(rank.setup(address, **watched) for rank in self._ranks)
 
-    async def watch(self) -> None:
-        await asyncio.gather(*(rank.watch_process(self._silence_s) for rank in self._ranks))
+    async def watch(self, on_progress: Callable[[], None]) -> None:
+        await asyncio.gather(*(rank.watch_process(self._silence_s, on_progress) for rank in self._ranks))
 
     async def restart(self) -> None:
         await asyncio.gather(*(rank.kill_with_stacks() for rank in self._ranks))
@@ -220,14 +220,18 @@ class RanksHandle(Generic[R]):
         """Return the results of calls of several ranks. If one fails, all fail, without waiting for the other calls.
 
         Raises the death of a rank, if one is dead, in place of the error: its peers fail in their collectives, and may
-        report that before the death is known.
+        report that before the death is known. Raises `CollectiveFailed` if none is.
         """
         try:
             return await asyncio.gather(*calls)
         except RlsysError as error:
-            if isinstance(error, WorkerDied) or (death := await self._find_death()) is None:
+            if isinstance(error, WorkerDied):
                 raise
-            raise death from error
+            if death := await self._find_death():
+                raise death from error
+            if isinstance(error, WorkerError) and _is_of_collective(cause_of(error)):
+                raise CollectiveFailed(error.worker, error.phase, f"no rank is dead; {error.detail}") from error
+            raise
 
     async def _find_death(self) -> WorkerDied | None:
         """Return the death of the first dead rank; None if every rank answers a heartbeat, or is silent.
@@ -350,6 +354,12 @@ class CriticHandle(RanksHandle[CriticRank]):
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         """Compute `Column.VALUES` of the fetched data."""
         return await self._column(CriticRank.values, plan)
+
+
+def _is_of_collective(error: Exception | None) -> bool:
+    """Return True for an exception of a collective: gloo raises a bare `RuntimeError` with the place in its code."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return "DistError" in kinds or ("RuntimeError" in kinds and "/gloo/" in str(error))
 
 
 def _payloads(groups: Sequence[Group]) -> Parcel:
