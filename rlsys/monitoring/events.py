@@ -349,6 +349,12 @@ class FileStalled(Event):
     num_lost: int
 
 
+class FileReplaced(Event):
+    """A file of events or metrics was moved or removed, and another of its name begins."""
+
+    path: str
+
+
 class EventLost(Event):
     """A sink could not process an event, and got this one in its place."""
 

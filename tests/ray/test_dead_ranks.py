@@ -14,6 +14,7 @@ import pytest
 
 from rlsys.data.task_file import load_tasks
 from rlsys.data.task_source import TaskSource
+from rlsys.errors import RunAborted
 from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Event, Events, RolledBack, WeightsPublished, WorkerFailed, WorkerRestarted
 from rlsys.testing import EventRecorder
@@ -93,6 +94,27 @@ def test_a_rank_killed_inside_a_collective_is_replaced(run: Callable[..., tuple[
     assert failed.worker == "actor-1"
     assert reached == back.total_steps == 4 + back.num_lost
     assert hash_of(recorder, back.version) == hash_of(recorder, back.restored)
+
+
+def test_a_collective_that_fails_without_a_dead_rank_is_taken_for_a_death(
+    run: Callable[..., tuple[int, EventRecorder]], tmp_path: Path
+):
+    order = tmp_path / "order"
+    parting = ["algorithm.type=tests.ray.deadly:Parting", f"algorithm.order={order}", "algorithm.kl_coef=0"]
+    reached, recorder = run("parted", {3: partial(os.mkfifo, order)}, "checkpoint.every=2", *parting)
+    (failed,), (back,) = recorder.of(WorkerFailed), recorder.of(RolledBack)
+    assert "no rank is dead" in failed.detail
+    assert reached == back.total_steps == 4 + back.num_lost
+    assert hash_of(recorder, back.version) == hash_of(recorder, back.restored)
+
+
+@pytest.mark.nightly
+def test_a_collective_that_fails_twice_ends_the_run(run: Callable[..., tuple[int, EventRecorder]], tmp_path: Path):
+    order = tmp_path / "order"
+    os.mkfifo(order)
+    parting = ["algorithm.type=tests.ray.deadly:Parting", f"algorithm.order={order}", "algorithm.stays=true"]
+    with pytest.raises(RunAborted, match="no rank is dead"):
+        run("parted", {}, *parting, "algorithm.kl_coef=0")
 
 
 @pytest.mark.nightly

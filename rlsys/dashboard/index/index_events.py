@@ -16,6 +16,7 @@ from rlsys.monitoring.events import (
     EvalDone,
     Event,
     EventLost,
+    FileReplaced,
     FileSkipped,
     FileStalled,
     GroupDropped,
@@ -156,7 +157,7 @@ class IndexedEvents:
                 level = "error"
             case EngineChosen(worker=worker) | WorkerRestarted(worker=worker):
                 pass
-            case AlertRaised() | CautionRaised() | EventLost() | FileSkipped() | FileStalled():
+            case AlertRaised() | CautionRaised() | EventLost() | FileReplaced() | FileSkipped() | FileStalled():
                 level = "warning"
             case RunEnded(reason="failed"):
                 level = "error"

@@ -198,6 +198,8 @@ def note_of(event: events.Event) -> str | None:
             return f"{path} is not written, and the run goes on: {problem}"
         case events.FileStalled(path=path, problem=problem, seconds=seconds, num_lost=num_lost):
             return f"{path} could not be written for {seconds:.0f} s ({problem}); {num_lost} lines are lost"
+        case events.FileReplaced(path=path):
+            return f"{path} was moved or removed, and another begins"
         case events.EventLost(lost=lost, problem=problem):
             return f"an event {lost} is lost: {problem}"
         case events.EvalDone(step=step, dataset=dataset, seconds=seconds, metrics=metrics):

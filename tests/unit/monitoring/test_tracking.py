@@ -8,7 +8,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -182,6 +182,39 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, capsys: pytest.
         assert gap["seconds"] in (4.0, 5.0, 6.0)
         assert gap["num_lost"] == 0
     assert capsys.readouterr().err.count("No space left on device; its lines wait") == 2
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("leaves", [lambda path: path.rename(f"{path}.1"), Path.unlink], ids=["moved", "removed"])
+def test_a_file_that_is_moved_or_removed_begins_anew(tmp_path: Path, name: str, leaves: Callable[[Path], object]):
+    sink, path = JsonlSink(tmp_path), tmp_path / name
+    for step in (1, 2):
+        sink.handle(StepDone(step, {"loss": 1.0}), float(step))
+    leaves(path)
+    for step in (3, 4):
+        sink.handle(StepDone(step, {"loss": 1.0}), float(step))
+    sink.close()
+    assert [row["step"] for row in rows(path) if "step" in row] == [3, 4]
+    replaced = [event for event in rows(tmp_path / "events.jsonl") if event["kind"] == "file_replaced"]
+    assert [event["path"] for event in replaced] == [name]
+
+
+def test_a_file_that_fails_is_opened_again(tmp_path: Path):
+    files: list[FileIO] = []
+
+    def opens(path: Path) -> FileIO:
+        files.append(path.open("a+b", buffering=0))
+        return files[-1]
+
+    sink = JsonlSink(tmp_path, opens)
+    sink.handle(StepDone(1, {}), 1.0)
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        os.dup2(full.fileno(), files[0].fileno())
+    for step in (2, 3):
+        sink.handle(StepDone(step, {}), float(step))
+    sink.close()
+    events = rows(tmp_path / "events.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "step_done"] == [1, 2, 3]
 
 
 @pytest.fixture
