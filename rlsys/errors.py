@@ -94,7 +94,7 @@ class GroupExpired(RlsysError):
 
 class WorkflowError(WorkerError):
     """An exception in the user's workflow, or in code it called, such as an agent framework. It fails the episode if
-    the policy has replied. Before the first reply it is a bug that ends the run."""
+    the policy has replied. Before the first reply it fails the group, which is attempted again, then dropped."""
 
 
 class ToolError(RlsysError):

@@ -157,9 +157,9 @@ async def play_or_fail(workflow: Workflow, session: Session, worker: str) -> Epi
     """Run a workflow in a session as `play` does, except that errors after the policy's first reply fail the episode.
 
     The reply may have caused them: an agent framework that gave up, a number that cannot be read, messages that the
-    chat template refuses. The episode's reason is the report. An error before the first reply is raised: no reply has
-    caused it. A bug that fails every episode ends the run by `limits.max_failed_groups`. Failures of workers, and other
-    `RlsysError`s than `DataError`, are raised unchanged.
+    chat template refuses. The episode's reason is the report. An error before the first reply is raised, for no reply
+    has caused it: its group is attempted again. A bug that fails every group ends the run, see `limits.failed_share`.
+    Failures of workers, and other `RlsysError`s than `DataError`, are raised unchanged.
     """
     try:
         return await play(workflow, session, worker)

@@ -37,6 +37,7 @@ MOVED: Mapping[str, str] = {
     "eval.pass_reward": "set `reward.success`",
     "checkpoint.keep_every": "set `checkpoint.copy_to` to keep every checkpoint, or `checkpoint.keep_best`",
     "checkpoint.best_is": "begin the other key with the word: `checkpoint.best_by: lowest eval/NAME/METRIC`",
+    "limits.max_failed_groups": "set `limits.failed_share`, the share of the last 100 groups that may fail",
     "limits.transfer_s": _ALWAYS.format("120 s, and more for large weights"),
     "limits.step_s": _ALWAYS.format("120 s"),
     "record.share": "leave it out: a step is written whole, and `record.rollouts_every` says which",

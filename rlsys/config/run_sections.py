@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from rlsys.config.config_problems import Problem, nearest, refuse, short_repr, union_tag
 from rlsys.config.eval_section import EvalSection
-from rlsys.config.section import Section
+from rlsys.config.section import Fraction, Section
 from rlsys.monitoring.alert_rules import RULES
 
 
@@ -181,10 +181,11 @@ class LimitsSection(Section):
     no_progress_s: PositiveFloat = 900.0
     """Seconds without a finished group or step after which the run ends with a table of pending work."""
     max_attempts: PositiveInt = 3
-    """Failed rollouts of one group, failed scorings, or losses of its payload before the run ends; each is counted
-    separately."""
-    max_failed_groups: PositiveInt = 16
-    """Groups dropped in a row, failed or too long, that end the run."""
+    """Attempts at one group, at its scoring, or at keeping its payload, each counted separately. Then a group whose
+    workflow raised or that waited too long is dropped; the run ends if workers or payloads were lost."""
+    failed_share: Fraction = 0.5
+    """Share of the last 100 groups of which more may not fail, or be too long: then the run ends. It also ends if each
+    of the first 16 has failed."""
     max_zero_advantage_groups: PositiveInt = 1000
     """Groups in a row that teach nothing, such as those with equal rewards, that end the run; a tenth of this number
     causes a warning."""

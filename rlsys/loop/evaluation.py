@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from rlsys.config.eval_section import EvalSection, ks_up_to
 from rlsys.contracts import PinnedRollouts, Rewards, Rollouts, TrainedGroup
 from rlsys.data.task_source import content_hash
-from rlsys.errors import PayloadLost, RlsysError, TaskTooLong, WeightsMismatch
+from rlsys.errors import PayloadLost, RlsysError, RunAborted, TaskTooLong, WeightsMismatch
 from rlsys.loop.checkpoint import DriverState
 from rlsys.loop.checkpoint_scores import BestCheckpoints
-from rlsys.loop.failure_policy import FailurePolicy, Retries
+from rlsys.loop.failure_policy import FailurePolicy, GivenUp, Retries
 from rlsys.loop.rollout_writer import is_written
 from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy, failures_in
 from rlsys.types import Assignment, Group, GroupKey, OutcomeKind, PolicyVersion, Task
@@ -228,6 +228,8 @@ class Evaluator:
                     return await self._attempt(assignments, task, check)
                 except PayloadLost as error:
                     self.failures.decide(error, attempt)
+                except GivenUp as given_up:
+                    raise RunAborted(f"task {task.id} cannot be evaluated: {given_up.error}") from given_up
         raise AssertionError("unreachable")
 
     async def _attempt(self, assignments: Iterator[Assignment], task: Task, check: GroupCheck | None) -> Group | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,6 +23,7 @@ from rlsys.errors import (
     WeightsMismatch,
     WorkerDied,
     WorkerError,
+    WorkflowError,
     ZeroAdvantage,
 )
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup
@@ -37,39 +39,73 @@ _ZERO_ADVANTAGE = (
 )
 
 
+RECENT = 100
+"""Number of last groups of which `limits.failed_share` may fail."""
+NEVER_A_SUCCESS = 16
+"""Groups after which a run ends in which every group has failed."""
+
+
+@dataclass
+class RecentGroups:
+    """Outcomes of the last `RECENT` groups that were scored or given up."""
+
+    has_succeeded: bool = False
+    _failed: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self._failed)
+
+    def add(self, *, is_failed: bool) -> None:
+        self._failed.append(is_failed)
+        self.has_succeeded = self.has_succeeded or not is_failed
+
+
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
     """Retries failures of machines, drops groups whose task failed, and aborts on everything else.
 
-    It also aborts after too many drops in a row: of failed groups, because then the tasks are not the cause, or of
-    groups with zero advantage, because then further groups do not help.
+    It also aborts after too many drops: of failed groups, because then the tasks are not the cause, or of groups with
+    zero advantage in a row, because then further groups do not help.
     """
 
     limits: LimitsSection
 
-    def decide(self, error: RlsysError, attempt: int, dropped_in_a_row: int = 0) -> str | None:
+    def decide(
+        self, error: RlsysError, attempt: int, recent: RecentGroups | None = None, num_zero_advantage: int = 0
+    ) -> str | None:
         """Return None to attempt the same work again, or the reason under which to drop its group.
 
         Raises `RunAborted` to end the run. `attempt` counts from 1, for this piece of work or the losses of its group.
-        `dropped_in_a_row` counts consecutive groups dropped for the same kind of reason.
+        `recent` are the groups before this one, None where any number may fail; `num_zero_advantage` of them in a row
+        were dropped for that reason.
         """
         if isinstance(error, WorkerDied | DeadlineExceeded | WeightsMismatch | PayloadLost):
             if attempt >= self.limits.max_attempts:
                 raise RunAborted(f"gave up after {attempt} attempts at one group; the last failure: {error}")
             return None
-        if isinstance(error, GroupExpired) and attempt < self.limits.max_attempts:
+        if isinstance(error, GroupExpired | WorkflowError) and attempt < self.limits.max_attempts:
             return None
-        if isinstance(error, TaskTooLong | NothingToTrain | GroupExpired):
-            if dropped_in_a_row + 1 < self.limits.max_failed_groups:
-                return "too_long" if isinstance(error, TaskTooLong) else "failed"
-            raise RunAborted(
-                f"{self.limits.max_failed_groups} groups were dropped one after the other; the last failure: {error}"
-            )
+        if isinstance(error, TaskTooLong | NothingToTrain | GroupExpired | WorkflowError):
+            if recent is not None:
+                self._check_share(recent, error)
+            return "too_long" if isinstance(error, TaskTooLong) else "failed"
         if isinstance(error, ZeroAdvantage):
-            if dropped_in_a_row + 1 < self.limits.max_zero_advantage_groups:
+            if num_zero_advantage + 1 < self.limits.max_zero_advantage_groups:
                 return "zero_advantage"
-            raise RunAborted(_ZERO_ADVANTAGE.format(count=dropped_in_a_row + 1, error=error))
+            raise RunAborted(_ZERO_ADVANTAGE.format(count=num_zero_advantage + 1, error=error))
         raise RunAborted(str(error))
+
+    def _check_share(self, recent: RecentGroups, error: RlsysError) -> None:
+        """Raise `RunAborted` if too many of the recent groups and one more have failed."""
+        num_failed, share = recent.num_failed + 1, self.limits.failed_share
+        if not recent.has_succeeded and num_failed >= NEVER_A_SUCCESS:
+            raise RunAborted(f"each of the first {num_failed} groups failed; the last: {error}")
+        if num_failed > share * RECENT:
+            raise RunAborted(
+                f"{num_failed} of the last {RECENT} groups failed or were too long, more than limits.failed_share "
+                f"{share:g}; the last: {error}"
+            )
 
     def check_replaceable(self, failure: WorkerError, num_failures: int) -> None:
         """Return if all ranks of actor and critic are to be replaced after this failure of one.
@@ -129,12 +165,11 @@ class Retries:
 
 @dataclass
 class DroppedGroups:
-    """Counters of consecutive failures, and the calls that drop or reissue groups by them."""
+    """Counts of failures, and the calls that drop or reissue groups by them."""
 
     queue: GroupQueue
     failures: FailurePolicy
-    num_failed: int = 0
-    """Groups given up since the last useful scored group."""
+    recent: RecentGroups = field(default_factory=RecentGroups)
     num_zero_advantage: int = 0
     """Groups with zero advantage since the last group that was trained."""
     num_settled_away: int = 0
@@ -142,12 +177,12 @@ class DroppedGroups:
 
     def decide(self, error: RlsysError, attempt: int) -> str | None:
         """Decide on the failure of attempt number `attempt`, see `FailurePolicy.decide`."""
-        in_a_row = self.num_zero_advantage if isinstance(error, ZeroAdvantage) else self.num_failed
-        return self.failures.decide(error, attempt, in_a_row)
+        return self.failures.decide(error, attempt, self.recent, self.num_zero_advantage)
 
     def on_group_scored(self) -> None:
-        """Reset the counters after a scored group that can be trained."""
-        self.num_failed = self.num_zero_advantage = 0
+        """Count a scored group that can be trained."""
+        self.recent.add(is_failed=False)
+        self.num_zero_advantage = 0
 
     def on_step_trained(self) -> None:
         self.num_settled_away = 0
@@ -157,10 +192,9 @@ class DroppedGroups:
         if group.is_over:
             return
         if isinstance(given_up.error, ZeroAdvantage):
-            self.num_failed, self.num_zero_advantage = 0, self.num_zero_advantage + 1
+            self.num_zero_advantage += 1
             self._warn(self.num_zero_advantage, 1, given_up.error)
-        else:
-            self.num_failed += 1
+        self.recent.add(is_failed=not isinstance(given_up.error, ZeroAdvantage))
         self.queue.drop(group, given_up.reason, str(given_up.error))
 
     def drop_step(self, groups: Sequence[InFlightGroup], error: ZeroAdvantage) -> None:
@@ -169,7 +203,7 @@ class DroppedGroups:
         Raises `RunAborted` if the failure policy ends the run.
         """
         self.num_settled_away += len(groups)
-        reason = self.failures.decide(error, 1, self.num_settled_away - 1)
+        reason = self.failures.decide(error, 1, num_zero_advantage=self.num_settled_away - 1)
         assert reason is not None
         self._warn(self.num_settled_away, len(groups), error)
         for group in groups:

@@ -227,8 +227,8 @@ class Profile(Section):
 
     def config(self, folder: Path, steps: int) -> Config:
         """Build the driver's configuration of a run of `steps` steps on this cluster."""
-        limits = dict.fromkeys(("max_attempts", "max_failed_groups", "max_zero_advantage_groups"), MOST_FAILURES)
-        limits |= {"group_s": FOREVER_S, "no_progress_s": FOREVER_S}
+        limits: dict[str, float] = dict.fromkeys(("max_attempts", "max_zero_advantage_groups"), MOST_FAILURES)
+        limits |= {"failed_share": 1.0, "group_s": FOREVER_S, "no_progress_s": FOREVER_S}
         sections: dict[str, Any] = {
             "run": {"name": "simulated", "folder": folder, "steps": steps, "seed": self.seed},
             "model": {"path": "simulated"},

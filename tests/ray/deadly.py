@@ -55,14 +55,15 @@ class Parting(GRPO):
     """True if the pipe stays too, so that the same happens again."""
 
     def surrogate(self, policies: Policies) -> LossOutput:
-        from torch.distributed import barrier, get_rank
+        from torch.distributed import barrier, get_rank, is_initialized
 
         order = Path(self.order)
-        if order.exists() and get_rank() == 0:
+        is_due = is_initialized() and order.exists()  # a rank also tries its loss before it joins the others
+        if is_due and get_rank() == 0:
             order.write_text(str(os.getpid()))
             if not self.stays:
                 order.unlink()
             barrier()
-        elif order.exists():
+        elif is_due:
             _cut_connections(psutil.Process(int(order.read_text())))
         return super().surrogate(policies)

@@ -113,9 +113,11 @@ def test_a_run_of_overlong_prompts_ends_naming_limit_and_key(model_path, tmp_pat
     path.write_text(
         "".join(f'{{"prompt": "{prompt}", "answer": "1"}}\n' for prompt in ["12>", "21>", "31>", "13>", ">"])
     )
-    keys = ["data.max_prompt_tokens=1", "limits.max_failed_groups=3", "data.shuffle=false"]
+    keys = ["data.max_prompt_tokens=1", "data.shuffle=false"]
     config = config_of(model_path, path, tmp_path, keys)
-    with pytest.raises(RunAborted, match=r"3 groups were dropped.* allowed are 1 to data\.max_prompt_tokens = 1"):
+    with pytest.raises(
+        RunAborted, match=r"of the last 100 groups failed.* allowed are 1 to data\.max_prompt_tokens = 1"
+    ):
         train(config, progress=False)
 
 
@@ -147,7 +149,7 @@ def test_what_was_saved_before_bad_input_is_still_there(model_path, data_path, t
         (["run.steps=4", "run.resume=/no/such/run"], CheckpointError),
         (["run.steps=4", "run.resume=must", "rollout.replicas=90"], ConfigError),
         (
-            ["run.steps=4", "run.resume=must", silent, "limits.max_failed_groups=2"],
+            ["run.steps=4", "run.resume=must", silent],
             RunAborted,
         ),
     ):

@@ -265,9 +265,7 @@ def test_a_late_failure_of_an_ended_attempt_drops_nothing(tmp_path):
 
     world = FakeWorld(payload_losses={"annotate": {0}}, reward_s=lambda group_id: 0.0, annotate_s=lambda group_id: 1.0)
     workers = replace(world.workers(), rewards=LateAndVoid(world))
-    driver = driver_on(
-        world, tmp_path, groups_per_step=1, columns=frozenset(Column), max_failed_groups=1, workers=workers
-    )
+    driver = driver_on(world, tmp_path, groups_per_step=1, columns=frozenset(Column), failed_share=0.0, workers=workers)
     assert run_virtual(driver.run(0)) == 6
     assert (driver.queue.dropped, driver.queue.num_reissued, driver.queue.num_refused) == ({}, 1, 1)
 
@@ -417,7 +415,7 @@ def test_a_group_nobody_can_judge_is_dropped_and_replaced(tmp_path):
 
 def test_an_always_failing_judge_ends_the_run_with_its_error(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: None)
-    with pytest.raises(RunAborted, match=r"4 groups were dropped one after the other.*the judge raised"):
+    with pytest.raises(RunAborted, match=r"each of the first 16 groups failed.*the judge raised"):
         run_virtual(driver_on(world, tmp_path).run(0))
 
 

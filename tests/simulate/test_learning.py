@@ -73,7 +73,7 @@ def equal_in_every_third(group_id: int, episode: int) -> float:
 def test_a_group_without_advantages_is_replaced_and_is_no_failure(tmp_path):
     recorder, world = EventRecorder(), FakeWorld(reward=equal_in_every_third)
     driver = driver_on(
-        world, tmp_path, algorithm=Contrast(), max_failed_groups=1, max_zero_advantage_groups=4, recorder=recorder
+        world, tmp_path, algorithm=Contrast(), failed_share=0.0, max_zero_advantage_groups=4, recorder=recorder
     )
     assert run_virtual(driver.run(0)) == 6
     dropped = recorder.of(GroupDropped)
@@ -118,7 +118,7 @@ def test_a_constant_reward_ends_the_run_with_likely_causes(tmp_path, reward):
 
 def test_groups_with_only_frozen_agents_have_zero_advantage(tmp_path):
     frozen = RewardAsAdvantage(frozen_agents=("policy",))
-    driver = driver_on(FakeWorld(), tmp_path, algorithm=frozen, max_failed_groups=1, max_zero_advantage_groups=3)
+    driver = driver_on(FakeWorld(), tmp_path, algorithm=frozen, failed_share=0.0, max_zero_advantage_groups=3)
     with pytest.raises(
         RunAborted, match=r"3 groups one after the other.*every trajectory belongs to algorithm\.frozen"
     ):
@@ -143,7 +143,7 @@ def test_steps_that_settling_empties_are_told_too(tmp_path):
 
 def test_failed_groups_do_not_reset_the_count_of_zero_advantages(tmp_path):
     world = FakeWorld(reward=lambda group_id, episode: None if group_id % 4 == 0 else 1.0)
-    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_failed_groups=4, max_zero_advantage_groups=30)
+    driver = driver_on(world, tmp_path, algorithm=Contrast(), max_zero_advantage_groups=30)
     with pytest.raises(RunAborted, match="30 groups one after the other"):
         run_virtual(driver.run(0))
     assert driver.queue.dropped["failed"] >= 8
@@ -540,5 +540,5 @@ def test_a_reward_that_is_no_number_fails_only_its_episode(tmp_path, reward, alg
 @pytest.mark.parametrize("reward", [math.nan, -math.inf])
 def test_rewards_that_are_never_finite_end_the_run(tmp_path, reward):
     driver = driver_on(FakeWorld(reward=lambda group_id, episode: reward), tmp_path)
-    with pytest.raises(RunAborted, match=f"4 groups were dropped one after the other.*its reward is {reward}"):
+    with pytest.raises(RunAborted, match=f"each of the first 16 groups failed.*its reward is {reward}"):
         run_virtual(driver.run(0))

@@ -73,7 +73,7 @@ def driver_on(
     window: int = 1,
     checkpoint_every: int = 0,
     max_attempts: int = 3,
-    max_failed_groups: int = 4,
+    failed_share: float = 0.5,
     max_zero_advantage_groups: int = 50,
     num_updates: int = 1,
     no_progress_s: float = 10_000.0,
@@ -112,7 +112,7 @@ def driver_on(
             "group_s": world.group_s,
             "no_progress_s": no_progress_s,
             "max_attempts": max_attempts,
-            "max_failed_groups": max_failed_groups,
+            "failed_share": failed_share,
             "max_zero_advantage_groups": max_zero_advantage_groups,
         },
     )

@@ -52,14 +52,13 @@ def evaluator_on(
     sets: Mapping[str, int],
     *,
     samples: int = 2,
-    max_failed_groups: int = 4,
     recorder: EventRecorder | None = None,
 ) -> Evaluator:
     """An evaluation of data sets of so many tasks, three of them open at once."""
     return Evaluator(
         rollouts,
         FakeRewards(rollouts.world),
-        FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=max_failed_groups, max_zero_advantage_groups=4)),
+        FailurePolicy(LimitsSection(max_attempts=3, max_zero_advantage_groups=4)),
         Events([recorder] if recorder else []),
         {name: tasks(count) for name, count in sets.items()},
         EvalSection(samples=samples, temperature=1.0),
@@ -88,7 +87,7 @@ def test_every_task_is_sampled_and_scored():
 def test_overlong_prompts_are_counted_and_end_nothing():
     world = FakeWorld(reward=lambda group_id, episode: 1.0)
     rollouts = Watched(world, frozenset({"task-1", "task-3"}))
-    result = run_virtual(evaluator_on(rollouts, {"d": 4}, max_failed_groups=1).measure("d"))
+    result = run_virtual(evaluator_on(rollouts, {"d": 4}).measure("d"))
     assert (result.num_tasks, result.num_too_long, result.mean) == (2, 2, 1.0)
 
 

@@ -20,64 +20,83 @@ from rlsys.errors import (
     WorkflowError,
     ZeroAdvantage,
 )
-from rlsys.loop.failure_policy import FailurePolicy
+from rlsys.loop.failure_policy import FailurePolicy, RecentGroups
 
-POLICY = FailurePolicy(LimitsSection(max_attempts=3, max_failed_groups=4, max_zero_advantage_groups=6))
+POLICY = FailurePolicy(LimitsSection(max_attempts=3, failed_share=0.2, max_zero_advantage_groups=6))
 MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
 TASK = [TaskTooLong("rollout-1", "encoding", "it is long"), NothingToTrain("it is void")]
+WORKFLOW = WorkflowError("rollout-1", "running W", "ConnectionError: refused")
 
 
 def name(error: RlsysError) -> str:
     return type(error).__name__
 
 
-def aborted(error: RlsysError, *, attempt: int, dropped_in_a_row: int) -> str:
+def recent(num_failed: int, num_scored: int) -> RecentGroups:
+    groups = RecentGroups()
+    for is_failed in [True] * num_failed + [False] * num_scored:
+        groups.add(is_failed=is_failed)
+    return groups
+
+
+def aborted(error: RlsysError, attempt: int, after: RecentGroups | None = None, num_zero_advantage: int = 0) -> str:
     """The message with which the policy ends the run."""
     with pytest.raises(RunAborted) as raised:
-        POLICY.decide(error, attempt=attempt, dropped_in_a_row=dropped_in_a_row)
+        POLICY.decide(error, attempt, after, num_zero_advantage)
     return str(raised.value)
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 @pytest.mark.parametrize("error", MACHINE, ids=name)
 def test_worker_faults_are_retried(error, attempt):
-    assert POLICY.decide(error, attempt=attempt, dropped_in_a_row=99) is None
+    assert POLICY.decide(error, attempt, recent(99, 1)) is None
 
 
 def test_lost_payloads_are_reissued_up_to_the_attempt_limit():
     error = PayloadLost((3, 5))
-    assert POLICY.decide(error, attempt=2, dropped_in_a_row=99) is None
+    assert POLICY.decide(error, 2, recent(99, 1)) is None
     message = "gave up after 3 attempts at one group; the last failure: the bytes of group 3, 5 are gone"
-    assert aborted(error, attempt=3, dropped_in_a_row=0).startswith(message)
+    assert aborted(error, 3).startswith(message)
 
 
 @pytest.mark.parametrize("error", MACHINE, ids=name)
 def test_a_machine_that_breaks_every_time_ends_the_run(error):
     message = "gave up after 3 attempts at one group; the last failure: rollout-1 while rolling out: it broke"
-    assert aborted(error, attempt=3, dropped_in_a_row=0) == message
+    assert aborted(error, 3) == message
 
 
 @pytest.mark.parametrize(
     ("error", "reason"), list(zip(TASK, ["too_long", "failed"], strict=True)), ids=["long", "void"]
 )
-@pytest.mark.parametrize("dropped_in_a_row", [0, 2])
-def test_what_a_task_broke_is_dropped_under_its_reason(error, reason, dropped_in_a_row):
-    assert POLICY.decide(error, attempt=1, dropped_in_a_row=dropped_in_a_row) == reason
+@pytest.mark.parametrize("after", [recent(0, 0), recent(14, 0), recent(19, 1), None])
+def test_what_a_task_broke_is_dropped_under_its_reason(error, reason, after):
+    assert POLICY.decide(error, 1, after) == reason
 
 
-@pytest.mark.parametrize("error", TASK, ids=name)
-def test_too_many_drops_in_a_row_end_the_run(error):
-    message = f"4 groups were dropped one after the other; the last failure: {error}"
-    assert aborted(error, attempt=1, dropped_in_a_row=3) == message
+def test_a_workflow_that_raises_is_attempted_again_and_then_dropped():
+    assert [POLICY.decide(WORKFLOW, attempt, recent(0, 5)) for attempt in (1, 2, 3)] == [None, None, "failed"]
+
+
+@pytest.mark.parametrize("error", [*TASK, WORKFLOW], ids=name)
+def test_too_large_a_share_of_failed_groups_ends_the_run(error):
+    message = f"21 of the last 100 groups failed or were too long, more than limits.failed_share 0.2; the last: {error}"
+    assert aborted(error, 3, recent(20, 60)) == message
+    assert POLICY.decide(error, 3, recent(20, 100)), "the oldest failures are over"
+
+
+@pytest.mark.parametrize("error", [*TASK, WORKFLOW], ids=name)
+def test_a_run_in_which_no_group_ever_succeeds_ends_soon(error):
+    assert aborted(error, 3, recent(15, 0)) == f"each of the first 16 groups failed; the last: {error}"
+    assert POLICY.decide(error, 3, recent(15, 1))
 
 
 def test_groups_without_advantages_are_dropped_up_to_the_limit():
     error = ZeroAdvantage("group 7 (task a) has equal rewards: [1.0]")
-    assert POLICY.decide(error, attempt=1, dropped_in_a_row=4) == "zero_advantage"
-    for dropped_in_a_row in (5, 8):
-        message = aborted(error, attempt=1, dropped_in_a_row=dropped_in_a_row)
+    assert POLICY.decide(error, 1, num_zero_advantage=4) == "zero_advantage"
+    for num_before in (5, 8):
+        message = aborted(error, 1, num_zero_advantage=num_before)
         for part in (
-            f"{dropped_in_a_row + 1} groups",
+            f"{num_before + 1} groups",
             "solved",
             "hopeless",
             "constant",
@@ -90,12 +109,11 @@ def test_groups_without_advantages_are_dropped_up_to_the_limit():
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (WorkflowError("rollout-1", "running W", "KeyError: 'x'"), "rollout-1 while running W: KeyError: 'x'"),
         (WorkerError("actor-0", "training", "out of memory"), "actor-0 while training: out of memory"),
         (TrainingError("the loss is nan"), "the loss is nan"),
         (ConfigError("train.lr"), "train.lr"),
     ],
-    ids=["WorkflowError", "WorkerError", "TrainingError", "ConfigError"],
+    ids=["WorkerError", "TrainingError", "ConfigError"],
 )
 def test_errors_that_need_a_person_end_the_run_at_once(error, message):
-    assert aborted(error, attempt=1, dropped_in_a_row=0) == message
+    assert aborted(error, 1) == message

@@ -51,7 +51,7 @@ def test_reward_functions_may_be_async_and_failures_drop_groups(tmp_path: Path) 
     good = FakeRun(tmp_path / "good", tasks=ADDS, reply=add, reward={"fn": f"{fn}:late"}, algorithm=RewardAsAdvantage())
     assert good.train() == 3
     assert good.metrics[-1]["reward/mean"] == 1.0
-    sections = {"reward": {"fn": f"{fn}:broken"}, "limits": {"max_failed_groups": 2}}
+    sections = {"reward": {"fn": f"{fn}:broken"}}
     bad = FakeRun(tmp_path / "bad", tasks=ADDS, reply=add, **sections, algorithm=RewardAsAdvantage())
     with pytest.raises(RunAborted, match="by zero"):
         bad.train()
@@ -73,11 +73,35 @@ def test_errors_in_few_episodes_do_not_end_the_run(tmp_path: Path) -> None:
         tasks=ADDS,
         reply=lambda said: "?" if next(count) % 3 == 0 else "1",
         rollout={"workflow": Reads()},
-        limits={"max_failed_groups": 2},
         algorithm=RewardAsAdvantage(),
     )
     assert run.train() == 3
     assert run.metrics[-1]["reward/failed_frac"] > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unreachable(Reads):
+    """Its server refuses every connection for the first task, before the policy says anything."""
+
+    async def run(self, session: Session) -> None:
+        if session.task.id == ADDS[0].id:
+            raise ConnectionError("refused")
+        await super().run(session)
+
+
+def test_a_task_whose_workflow_raises_every_time_is_dropped(tmp_path: Path) -> None:
+    run = FakeRun(
+        tmp_path,
+        tasks=ADDS,
+        reply=lambda said: "1",
+        rollout={"workflow": Unreachable()},
+        algorithm=RewardAsAdvantage(),
+    )
+    assert run.train() == 3
+    dropped = run.recorder.of(GroupDropped)
+    assert {(event.task_id, event.reason) for event in dropped} == {(ADDS[0].id, "failed")}
+    assert "ConnectionError: refused" in dropped[0].detail
+    assert run.metrics[-1]["async/dropped"] == len(dropped)
 
 
 def test_errors_in_every_episode_end_the_run_with_the_transcript(tmp_path: Path) -> None:
@@ -86,15 +110,14 @@ def test_errors_in_every_episode_end_the_run_with_the_transcript(tmp_path: Path)
         tasks=ADDS,
         reply=lambda said: "nothing",
         rollout={"workflow": Reads()},
-        limits={"max_failed_groups": 3},
         algorithm=RewardAsAdvantage(),
     )
-    with pytest.raises(RunAborted, match="3 groups were dropped one after the other") as raised:
+    with pytest.raises(RunAborted, match="each of the first 16 groups failed") as raised:
         run.train()
     told = str(raised.value)
     assert "ValueError: invalid literal for int()" in told and "in run\n" in told
     assert "what was said:" in told and "[policy] assistant: nothing" in told
-    assert [event.reason for event in run.recorder.of(GroupDropped)] == ["failed"] * 2
+    assert [event.reason for event in run.recorder.of(GroupDropped)] == ["failed"] * 15
 
 
 def test_a_stabilizer_gets_every_gradient_and_its_synchronous_steps(tmp_path: Path) -> None:
