@@ -6,6 +6,8 @@ it, without a traceback, when it ends the run.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class RlsysError(Exception):
     """Base of all errors of rlsys. `exit_code` is the exit status of the command line. A note says what can be resumed;
@@ -100,6 +102,22 @@ class WorkflowError(WorkerError):
 class ToolError(RlsysError):
     """A tool or an environment that cannot go on, for a reason outside the policy, for instance a lost server. The
     episode fails, and is left out of training; others go on. User tools and environments may raise it too."""
+
+
+BUSY = (408, 429, 503)
+"""HTTP statuses of a server that asks to be asked later."""
+
+
+class EndpointDown(RlsysError):
+    """A server reached by URL that does not answer, or asks to be asked later. Its group waits for it, and no task is
+    used up. User functions may raise it too. `endpoint` names the server; `is_busy`: it asks to be asked later."""
+
+    def __init__(self, endpoint: str, detail: str, *, is_busy: bool = False) -> None:
+        super().__init__(f"{endpoint} does not answer: {detail}")
+        self.endpoint, self.detail, self.is_busy = endpoint, detail, is_busy
+
+    def __reduce__(self):  # noqa: ANN204  (exceptions cross process borders)
+        return partial(type(self), is_busy=self.is_busy), (self.endpoint, self.detail)
 
 
 class SandboxError(RlsysError):

@@ -19,6 +19,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
+from rlsys.errors import EndpointDown
 from rlsys.number_arrays import FloatArray, IntArray
 from rlsys.util.printing import encodable
 
@@ -549,6 +550,8 @@ class Score:
     applied, and other numbers a function returned, e.g. `{"compute_score/acc": 1.0}`."""
     others: Mapping[int, Score] = field(default_factory=dict)
     """Scores of other trajectories of the episode that are judged, by index, see `Trajectory.is_judged`."""
+    down: EndpointDown | None = None
+    """Error of a server that did not answer, if that is the failure."""
 
 
 def _with_score(episode: EpisodeMeta, score: Score) -> EpisodeMeta:

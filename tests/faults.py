@@ -22,6 +22,7 @@ from typing import Any
 from rlsys.algorithm import Column
 from rlsys.contracts import Busy, GroupScores, Saving, TrainedGroup, Workers
 from rlsys.data.task_source import TaskSource
+from rlsys.errors import EndpointDown
 from rlsys.loop.build_driver import WITHOUT_REPACKING, build_driver
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import AlertRaised, Events, RunStarted
@@ -214,6 +215,19 @@ class _StuckTask(FakeRollouts):
         return await super().run(assignment)
 
 
+class _AwayJudge(FakeRewards):
+    """Its server is away for 8 s after step 10."""
+
+    back_s = 0.0
+
+    async def score(self, task: Task, group: Group) -> GroupScores:
+        if self.world.relay >= 10:
+            self.back_s = self.back_s or now() + 8.0
+            if now() < self.back_s:
+                raise EndpointDown("http://judge:8000", "connection refused")
+        return await super().score(task, group)
+
+
 class _FullDisk(FakeActor):
     """The disk is full when the rollouts of step 10 are written."""
 
@@ -337,6 +351,9 @@ FAULTS: Mapping[str, PlantedFault] = {
     ),
     "the disk is full": PlantedFault(
         Watched(workers=lambda world: {"actor": _FullDisk(world)}), "file_not_written", "No space left on device", 10, 1
+    ),
+    "a judge does not answer": PlantedFault(
+        Watched(workers=lambda world: {"rewards": _AwayJudge(world)}), "endpoint_down", "http://judge:8000", 10, 1
     ),
     "a tool becomes slow": PlantedFault(
         Watched(

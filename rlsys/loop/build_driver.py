@@ -17,6 +17,7 @@ from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.curation import LOOK_AGAIN, MIN_EPISODES, Curation
 from rlsys.loop.driver import Driver
+from rlsys.loop.endpoints import Endpoints
 from rlsys.loop.evaluation import EVALUATIONS, EvaluationLane, Evaluator
 from rlsys.loop.failure_policy import DroppedGroups, FailurePolicy, Retries
 from rlsys.loop.group_queue import GroupQueue, State
@@ -85,7 +86,7 @@ def build_driver(
     )
     clock, stop, position = StepClock(events), StopRequest(), RunPosition()
     dropped_groups = DroppedGroups(queue, FailurePolicy(limits))
-    retries = Retries(events, dropped_groups.decide)
+    retries = Retries(events, dropped_groups.decide, Endpoints(events, limits.max_attempts))
     failed = config.run_dir / "failed"
     learner = Learner(workers, algorithm, shape_of(config), clock.span, failed, config.to_yaml, retries)
     checkpoints, remote = _checkpoints_of(config), RemoteCheckpoints(config.copies) if config.copies else None

@@ -195,10 +195,8 @@ class Driver:
 
     async def _learn(self) -> None:
         """Train until the end, or `stop`. If a rank of actor or critic dies or freezes, or a producer meets that
-        (`Recovery.trouble`), replace all and go on; after `stop`, end with what is saved.
-
-        Raises `RunAborted` if that happens too often without a finished step.
-        """
+        (`Recovery.trouble`), replace all and go on; after `stop`, end with what is saved. Raises `RunAborted` if that
+        happens too often without a finished step."""
         failure: WorkerError | None = None
         while True:
             try:

@@ -18,6 +18,7 @@ from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, RunAborted, TaskTooLong, WeightsMismatch
 from rlsys.loop.checkpoint import DriverState
 from rlsys.loop.checkpoint_scores import BestCheckpoints
+from rlsys.loop.endpoints import Endpoints
 from rlsys.loop.failure_policy import FailurePolicy, GivenUp, Retries
 from rlsys.loop.rollout_writer import is_written
 from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy, failures_in
@@ -156,7 +157,8 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.max_open)
-        self._retries = Retries(self.events, self.failures.decide)
+        endpoints = Endpoints(self.events, self.failures.limits.max_attempts)
+        self._retries = Retries(self.events, self.failures.decide, endpoints)
 
     async def measure(self, dataset: str) -> EvalMetrics:
         """Evaluate one data set. Raises the errors of `sample` and `metrics_of`."""
@@ -250,7 +252,7 @@ class Evaluator:
         group = await persist(self.rollouts, roll_out_group)
         if group is None:
             return None
-        scored = await persist(self.rewards, lambda: self.rewards.score(task, group))
+        scored = await persist(self.rewards, lambda: self.rewards.score(task, group), task.source)
         emit_busy(self.events, "scoring", [scored.busy], answered_s=scored.busy.end_s)
         return group.with_scores(scored.scores)
 

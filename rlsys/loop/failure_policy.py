@@ -14,6 +14,7 @@ from rlsys.contracts import Composer, Reference, Rewards, Rollouts
 from rlsys.errors import (
     CollectiveFailed,
     DeadlineExceeded,
+    EndpointDown,
     GroupExpired,
     NothingToTrain,
     PayloadLost,
@@ -26,6 +27,7 @@ from rlsys.errors import (
     WorkflowError,
     ZeroAdvantage,
 )
+from rlsys.loop.endpoints import Endpoints
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup
 from rlsys.monitoring.events import Events, WorkerFailed, WorkerRestarted, ZeroAdvantageWarning
 
@@ -86,7 +88,7 @@ class FailurePolicy:
             return None
         if isinstance(error, GroupExpired | WorkflowError) and attempt < self.limits.max_attempts:
             return None
-        if isinstance(error, TaskTooLong | NothingToTrain | GroupExpired | WorkflowError):
+        if isinstance(error, TaskTooLong | NothingToTrain | GroupExpired | WorkflowError | EndpointDown):
             if recent is not None:
                 self._check_share(recent, error)
             return "too_long" if isinstance(error, TaskTooLong) else "failed"
@@ -134,16 +136,23 @@ class Retries:
     """Receives one event per failed worker, even if several pieces of work fail on it."""
     decide: Callable[[RlsysError, int], str | None]
     """Decides on the failure of attempt n at one piece of work, counted from 1; see `FailurePolicy.decide`."""
+    endpoints: Endpoints
     _failed: set[str] = field(default_factory=set)
     """Names of workers. A replacement has a new name."""
 
-    async def persist(self, pool: Replaceable, attempt_once: Callable[[], Awaitable[T]]) -> T:
-        """Attempt until success.
+    async def persist(self, pool: Replaceable, attempt_once: Callable[[], Awaitable[T]], source: str = "") -> T:
+        """Attempt until success; `source` is that of the group's task, whose sources may need other servers.
 
-        A failed worker of `pool` is replaced in the background; the next attempt waits for that only if no other worker
-        is alive. Raises `RunAborted`, or `GivenUp` if the decision is to drop. Passes on `PayloadLost` and errors of
-        data or configuration.
+        Waits for servers that do not answer, see `Endpoints`. A failed worker of `pool` is replaced in the background;
+        the next attempt waits for that only if no other worker is alive. Raises `RunAborted`, or `GivenUp` if the
+        decision is to drop. Passes on `PayloadLost` and errors of data or configuration.
         """
+        try:
+            return await self.endpoints.persist(lambda: self._attempt(pool, attempt_once), (type(pool), source))
+        except EndpointDown as error:
+            raise GivenUp(self.decide(error, 1) or "failed", error) from error
+
+    async def _attempt(self, pool: Replaceable, attempt_once: Callable[[], Awaitable[T]]) -> T:
         death: WorkerError | None = None
         for attempt in count(1):
             try:

@@ -59,7 +59,8 @@ class Production:
         persist, workers = self.retries.persist, self.workers
         try:
             await persist(workers.rollouts, lambda: self._roll_out(permit))
-            scored = await persist(workers.rewards, lambda: self._score(permit.group))
+            source = permit.group.assignment.task.source
+            scored = await persist(workers.rewards, lambda: self._score(permit.group), source)
             if not permit.group.is_over:
                 scored = await self._curation.on_scored(scored, self.queue.oldest_in_time, self._replace)
             await persist(workers.rewards, lambda: self._hand_in(permit.group, scored))

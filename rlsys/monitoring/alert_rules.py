@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlsys.monitoring import alert_signals as gauges
 from rlsys.monitoring import worker_signals as fleet
 from rlsys.monitoring.alert_signals import AlertSignal
-from rlsys.monitoring.events import CheckpointCopyFailed, FileSkipped, FileStalled, WorkerFailed
+from rlsys.monitoring.events import CheckpointCopyFailed, EndpointFailed, FileSkipped, FileStalled, WorkerFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +224,14 @@ RULES: Mapping[str, Rule] = {
         remedy="A worker that died is replaced, and the run goes on. If it happens again, read its log, and look at "
         "the memory, cores and GPUs of its machine.",
         gauge=lambda: fleet.Happened(WorkerFailed),
+    ),
+    "endpoint_down": Rule(
+        threshold=0.0,
+        unit="outages",
+        when="More servers than this of rewards, judges or tools did not answer within 10 steps",
+        remedy="Look at the server: groups that need it wait, and it is asked again every 30 s at least. After "
+        "limits.no_progress_s without a group the run ends.",
+        gauge=lambda: fleet.Happened(EndpointFailed),
     ),
     "file_not_written": Rule(
         threshold=0.0,

@@ -349,6 +349,23 @@ class FileStalled(Event):
     num_lost: int
 
 
+class EndpointFailed(Event):
+    """A server reached by URL does not answer: groups that need it wait until it does."""
+
+    endpoint: str
+    detail: str
+
+
+class EndpointRecovered(Event):
+    """A server answers again."""
+
+    endpoint: str
+    seconds: float
+    """From its first failure."""
+    num_waited: int
+    """Pieces of work that waited for it at the end."""
+
+
 class FileReplaced(Event):
     """A file of events or metrics was moved or removed, and another of its name begins."""
 

@@ -9,6 +9,7 @@ from statistics import median
 from rlsys.monitoring.alert_signals import SignalReading
 from rlsys.monitoring.events import (
     CheckpointCopyFailed,
+    EndpointFailed,
     Event,
     FileSkipped,
     FileStalled,
@@ -227,6 +228,8 @@ def _event_text(event: Event) -> str:
     match event:
         case WorkerFailed(worker=worker, phase=phase, detail=detail):
             return f"{worker} failed while {phase}: {detail.removeprefix(f'{worker} while {phase}: ')}"
+        case EndpointFailed(endpoint=endpoint, detail=detail):
+            return f"{endpoint} does not answer: {detail}"
         case FileSkipped(path=path, problem=problem) | FileStalled(path=path, problem=problem):
             return f"{path} could not be written: {problem}"
         case CheckpointCopyFailed(step=step, url=url, problem=problem):

@@ -12,9 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import orjson
-from openai import AsyncOpenAI, OpenAIError
+from openai import APIConnectionError, AsyncOpenAI, InternalServerError, OpenAIError, RateLimitError
 
-from rlsys.errors import CannotScore
+from rlsys.errors import CannotScore, EndpointDown
 from rlsys.rewards.reward_registry import JUDGE_TIMEOUT_S
 from rlsys.types import Prompt
 from rlsys.util.printing import encodable
@@ -50,7 +50,7 @@ class LlmJudge:
     completion cannot be scored.
 
     The openai client retries failed requests with exponential backoff. All requests of a group, with their retries,
-    must fit in `reward.timeout_s`.
+    must fit in `reward.timeout_s`. If a server does not answer in the end, or has no room, the group waits for it.
     """
 
     base_url: str
@@ -85,7 +85,8 @@ class LlmJudge:
             raise ValueError(f"cache: {self.cache} is relative, and workers run elsewhere; give an absolute folder")
 
     async def __call__(self, completion: str, prompt: Prompt, answer: str | None) -> float:
-        """Score one completion. Raises `CannotScore` if there is no reply, or no valid score in it."""
+        """Score one completion. Raises `CannotScore` if the request is refused, or the reply has no valid score, and
+        `EndpointDown` without a reply."""
         asked = self._fill_template(completion, prompt, answer)
         kept = self._cache_file(asked)
         if kept is not None and kept.is_file():
@@ -127,11 +128,12 @@ class LlmJudge:
             done = await client.chat.completions.create(
                 model=self.model, messages=[{"role": "user", "content": asked}], temperature=0
             )
-        except OpenAIError as error:
+        except (APIConnectionError, InternalServerError, RateLimitError) as error:
             cause = f" ({error.__cause__})" if error.__cause__ else ""
-            raise CannotScore(
-                f"no reply from {self.base_url}, asked {self.retries + 1} times at most: {error}{cause}"
-            ) from error
+            detail = f"asked {self.retries + 1} times: {error}{cause}"
+            raise EndpointDown(self.base_url, detail, is_busy=isinstance(error, RateLimitError)) from error
+        except OpenAIError as error:
+            raise CannotScore(f"no reply from {self.base_url}: {error}") from error
         return encodable((done.choices[0].message.content if done.choices else None) or "")
 
     def _cache_file(self, asked: str) -> Path | None:

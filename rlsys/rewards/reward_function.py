@@ -14,7 +14,7 @@ Each may be `async`: the calls of one group then run concurrently in one event l
 `args`, and its `__call__` is the function.
 
 None means that the function does not apply. An exception, or any other return value, is a failure with a reason, never
-a reward of 0.
+a reward of 0. After an `EndpointDown` the group waits for the server, and is scored again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Self, SupportsFloat
 
 import cloudpickle
 
-from rlsys.errors import CannotScore, ConfigError
+from rlsys.errors import CannotScore, ConfigError, EndpointDown
 from rlsys.rewards.reward_registry import describe_error, find
 from rlsys.types import Episode, Json, PolicyVersion, Score, Task
 from rlsys.util.printing import encodable
@@ -128,7 +128,7 @@ class RewardSum:
 def weight_score(score: Score, name: str, weight: float) -> Score:
     """Weight the score of one function; its value and parts are listed under the function's name."""
     if score.value is None:
-        return score if score == NOT_APPLICABLE else Score(None, f"{name}: {score.failure}")
+        return score if score == NOT_APPLICABLE else replace(score, failure=f"{name}: {score.failure}")
     parts = {f"{name}/{part}": value for part, value in score.parts.items()}
     return Score(weight * score.value, parts={name: score.value, **parts})
 
@@ -143,8 +143,9 @@ def total(scores: Sequence[Score]) -> Score:
     applicable = [score for score in scores if score != NOT_APPLICABLE]
     if not applicable:
         return NOT_APPLICABLE
-    if failures := [score.failure for score in applicable if score.value is None]:
-        return Score(None, "; ".join(failures))
+    if failed := [score for score in applicable if score.value is None]:
+        down = next((score.down for score in failed if score.down), None)
+        return Score(None, "; ".join(score.failure for score in failed), down=down)
     value = score_of(sum(score.value for score in applicable if score.value is not None))
     parts = {name: part for score in applicable for name, part in score.parts.items()}
     return Score(value.value, value.failure, parts)
@@ -476,7 +477,17 @@ async def _await_result(result: object) -> object:
         return _failure(error)
 
 
+def check_answered(scores: Iterable[Score]) -> None:
+    """Raise `EndpointDown` if a score is missing because a server did not answer."""
+    for score in scores:
+        if score.down is not None:
+            raise score.down
+        check_answered(score.others.values())
+
+
 def _failure(error: BaseException) -> Score:
+    if isinstance(error, EndpointDown):
+        return Score(None, str(error), down=error)
     return Score(None, str(error) if isinstance(error, CannotScore) else f"raised {describe_error(error, through=1)}")
 
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from rlsys.errors import CannotScore
+from rlsys.errors import BUSY, CannotScore, EndpointDown
 from rlsys.rewards.reward_registry import SERVER_TIMEOUT_S
 from rlsys.types import Json, Message, Prompt
 
@@ -34,9 +34,9 @@ _SHOWN = 200
 class _TryAgain(Exception):
     """The server did not answer, or asked to be asked later."""
 
-    def __init__(self, why: str, after_s: float | None = None) -> None:
+    def __init__(self, why: str, after_s: float | None = None, *, is_busy: bool = False) -> None:
         super().__init__(why)
-        self.after_s = after_s
+        self.after_s, self.is_busy = after_s, is_busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class RewardServer:
     """Rewards from a server over HTTP, see above.
 
     A request that is refused with 408, 429 or 5xx, or gets no answer, is made again: after `Retry-After`, or after
-    twice as long each time. Without an answer in the end, or with one that has not as many rewards as completions, they
-    cannot be scored. All attempts must fit in `reward.timeout_s`.
+    twice as long each time. Without an answer in the end, the group waits for the server; with one that has not as many
+    rewards as completions, they cannot be scored. All attempts must fit in `reward.timeout_s`.
     """
 
     url: str
@@ -76,7 +76,7 @@ class RewardServer:
         task_id: Sequence[str],
         source: Sequence[str],
     ) -> object:
-        """Ask for the rewards of the completions of one task. Raises `CannotScore`."""
+        """Ask for the rewards of the completions of one task. Raises `CannotScore`, `EndpointDown`."""
         body = orjson.dumps(
             {
                 "task_id": task_id[0],
@@ -104,8 +104,8 @@ class RewardServer:
                     return await self._post_once(client, body)
                 except _TryAgain as error:
                     if attempt == self.retries:
-                        text = f"no rewards from {self.url}, asked {attempt + 1} times: {error}"
-                        raise CannotScore(text) from None
+                        detail = f"asked {attempt + 1} times: {error}"
+                        raise EndpointDown(self.url, detail, is_busy=error.is_busy) from None
                     await asyncio.sleep(FIRST_WAIT_S * 2**attempt if error.after_s is None else error.after_s)
                 attempt += 1
 
@@ -117,7 +117,9 @@ class RewardServer:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _TryAgain(str(error) or f"no answer within {self.timeout_s:g} s") from error
         if response.status in (408, 429) or response.status >= 500:
-            raise _TryAgain(f"HTTP {response.status}: {text[:_SHOWN]}", _seconds(response.headers.get("Retry-After")))
+            after_s = _seconds(response.headers.get("Retry-After"))
+            is_busy = response.status in BUSY
+            raise _TryAgain(f"HTTP {response.status}: {text[:_SHOWN]}", after_s, is_busy=is_busy)
         if response.status != 200:
             raise CannotScore(f"{self.url} answered HTTP {response.status}: {text[:_SHOWN]}")
         try:

@@ -17,7 +17,7 @@ from rlsys.loop.build_driver import WITHOUT_REPACKING, Constants, build_driver
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, Events, StepDone
-from rlsys.rewards.reward_function import RewardInput, RewardSum, judged_agents, known_score
+from rlsys.rewards.reward_function import RewardInput, RewardSum, check_answered, judged_agents, known_score
 from rlsys.stabilizer import Stabilizer, alone
 from rlsys.testing.fake_pools import now
 from rlsys.testing.fake_world import FakeWorld, tasks
@@ -185,6 +185,7 @@ class Judge:
         scores = [score or next(scored) for score in known.values()]
         for (e, t), score in zip(judged, others, strict=True):
             scores[e] = replace(scores[e], others={**scores[e].others, t: score})
+        check_answered(scores)
         return scores
 
 

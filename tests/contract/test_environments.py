@@ -16,7 +16,7 @@ from rlsys.agents.environment import Environment, Step, make
 from rlsys.agents.environments.mcp import mcp_toolbox
 from rlsys.agents.environments.openenv import OpenEnv
 from rlsys.agents.tool_calls import ToolCall
-from rlsys.errors import ConfigError, ToolError
+from rlsys.errors import ConfigError, EndpointDown, ToolError
 from rlsys.testing import FakeEnvironment
 from rlsys.types import Json, Message, Prompt, Task
 from tests.processes import is_gone
@@ -234,7 +234,6 @@ async def openenv(fault: str, *replies: str, action: str | None = "guess") -> li
     ("fault", "said"),
     [
         ("garbage", r"gave no answer to 'step': JSONDecodeError"),
-        ("leave", r"gave no answer to 'step': ConnectionClosed"),
         ("full", r"answers to 'reset': no room for another session \(CAPACITY_REACHED\)"),
         ("broken", r"answers to 'step': division by zero \(EXECUTION_ERROR\)"),
     ],
@@ -244,8 +243,13 @@ def test_a_server_that_fails_is_not_the_policys_fault(fault: str, said: str):
         asyncio.run(openenv(fault, "1"))
 
 
+def test_a_server_that_leaves_is_waited_for():
+    with pytest.raises(EndpointDown, match=r"ws://.*/ws does not answer: no answer to 'step': ConnectionClosed"):
+        asyncio.run(openenv("leave", "1"))
+
+
 def test_a_server_that_is_not_there_is_named():
-    with pytest.raises(ToolError, match=r"cannot reach ws://127.0.0.1:9/ws: "):
+    with pytest.raises(EndpointDown, match=r"ws://127.0.0.1:9/ws does not answer: "):
         asyncio.run(OpenEnv("http://127.0.0.1:9/").reset(PLAIN, 1))
 
 
@@ -370,7 +374,7 @@ def test_a_dead_server_fails_the_episode_and_ends_its_children():
             children.append(int((await tools.run([call("start_child")]))[0].content))
             await tools.run([call("leave")])
 
-    with pytest.raises(ToolError, match="is gone"):
+    with pytest.raises(ToolError, match="does not answer"):
         asyncio.run(script())
     assert is_gone(children[0])
 
@@ -381,6 +385,12 @@ def test_a_server_is_closed_with_its_children():
             return int((await tools.run([call("start_child")]))[0].content)
 
     assert is_gone(asyncio.run(script()))
+
+
+@pytest.mark.parametrize("environment", ["mcp:http://127.0.0.1:9/mcp", "openenv:http://127.0.0.1:9"])
+def test_a_server_that_is_away_is_waited_for(environment: str):
+    with pytest.raises(EndpointDown, match=r"127\.0\.0\.1:9/.* does not answer"):
+        asyncio.run(make(environment, {}).reset(PLAIN, 1))
 
 
 def test_a_server_that_cannot_be_started_is_named():

@@ -24,6 +24,7 @@ from rlsys.rewards.reward_function import (
     RewardInput,
     RewardSpec,
     RewardSum,
+    check_answered,
     judged_agents,
     known_score,
     score_of,
@@ -149,8 +150,8 @@ class RewardWorker:
         """One score per episode, in order.
 
         A reward from the workflow is kept, and a failed episode is not scored. Raises `WorkerDied` if the process pool
-        or the reward model broke. Functions take at most `timeout_s`; after a hang or a death, that time again for
-        every `processes` episodes.
+        or the reward model broke, `EndpointDown` if a function's server does not answer. Functions take at most
+        `timeout_s`; after a hang or a death, that time again for every `processes` episodes.
         """
         scores = [known_score(episode) for episode in episodes]
         unjudged = [i for i, score in enumerate(scores) if score is None]
@@ -165,7 +166,9 @@ class RewardWorker:
             for (e, t), score in zip(judged, scored, strict=True):
                 others[e][t] = score
         pairs = zip(scores, others, strict=True)
-        return tuple(replace(score, others=own) if own else score for score, own in pairs if score is not None)
+        whole = tuple(replace(score, others=own) if own else score for score, own in pairs if score is not None)
+        check_answered(whole)
+        return whole
 
     async def close(self) -> None:
         """End every process at once; pending `score` calls raise `WorkerDied`. Idempotent."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlsys.agents.environment import Environment, Step, credential, needs
 from rlsys.agents.tools import MAX_CHARS, TIMEOUT_S, Tool, Toolbox
-from rlsys.errors import ConfigError, ToolError, first_of
+from rlsys.errors import ConfigError, EndpointDown, ToolError, first_of
 from rlsys.types import Prompt, Task
 
 _THEN_END_ITS_CHILDREN = '"$@"; kill -KILL 0'
@@ -85,7 +85,8 @@ async def mcp_toolbox(
     A command gets `variables` in its environment, besides `PATH`, `HOME` and the like. A URL gets `api_key` as a bearer
     token.
 
-    Raises `ConfigError` for an empty command, `ToolError` if the server cannot be reached or disconnects.
+    Raises `ConfigError` for an empty command. If the server cannot be reached or disconnects, raises `EndpointDown` for
+    a URL, `ToolError` for a command.
     """
     mcp = needs("mcp", "mcp")
     where: Any = server
@@ -105,7 +106,7 @@ async def mcp_toolbox(
                 offered = await _list_tools(client)
         except Exception as error:
             cause = first_of(error) if isinstance(error, BaseExceptionGroup) else error
-            raise ToolError(f"the MCP server {server!r} does not answer: {type(cause).__name__}: {cause}") from error
+            raise _gone(server, cause) from error
         raised = None
         try:
             yield Toolbox(*(_tool(client, server, each, timeout_s, max_chars) for each in offered))
@@ -113,6 +114,17 @@ async def mcp_toolbox(
             raised = error
     if raised is not None:
         raise raised
+
+
+def _gone(server: str, cause: Exception) -> EndpointDown | ToolError:
+    """Error of a server that does not answer; a server at a URL is waited for, unless its answer is an error."""
+    types = needs("mcp.types", "mcp")
+    is_answer = isinstance(cause, needs("mcp.shared.exceptions", "mcp").MCPError)
+    is_answer = is_answer and cause.error.code not in (types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT)
+    detail = f"{type(cause).__name__}: {cause}"
+    if _is_url(server) and not is_answer:
+        return EndpointDown(server, detail)
+    return ToolError(f"the MCP server {server!r} does not answer: {detail}")
 
 
 def _is_url(server: str) -> bool:
@@ -135,10 +147,10 @@ def _tool(client: Any, server: str, offered: Any, timeout_s: float, max_chars: i
         try:
             result = await client.call_tool(offered.name, arguments)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
-            raise ToolError(f"the MCP server {server!r} is gone") from error
+            raise _gone(server, error) from error
         except needs("mcp.shared.exceptions", "mcp").MCPError as error:
             if error.code == types.CONNECTION_CLOSED:
-                raise ToolError(f"the MCP server {server!r} is gone: {error}") from error
+                raise _gone(server, error) from error
             raise
         text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
         if result.is_error:

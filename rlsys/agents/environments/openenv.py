@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from rlsys.agents.environment import Environment, Step, credential, join_observation, needs
 from rlsys.agents.tool_calls import STRICT_JSON
-from rlsys.errors import ConfigError, ToolError
+from rlsys.errors import BUSY, ConfigError, EndpointDown, ToolError
 from rlsys.types import Json, Prompt, Task
 
 _MAX_MESSAGE_BYTES = 16 << 20
@@ -43,6 +43,7 @@ class OpenEnv(Environment):
         """
         self._websockets = needs("websockets.asyncio.client", "openenv")
         self._errors = needs("websockets.exceptions", "openenv").WebSocketException
+        self._refusal = needs("websockets.exceptions", "openenv").InvalidStatus
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
             raise ConfigError(f"environment 'openenv:{url}': give the server's address, such as http://127.0.0.1:8000")
@@ -60,7 +61,10 @@ class OpenEnv(Environment):
                 self._url, additional_headers=self._headers, proxy=self._proxy, max_size=_MAX_MESSAGE_BYTES
             )
         except (OSError, self._errors) as error:
-            raise ToolError(f"cannot reach {self._url}: {error}") from error
+            status = error.response.status_code if isinstance(error, self._refusal) else 503
+            if status < 500 and status not in BUSY:
+                raise ToolError(f"{self._url} refuses the connection: {error}") from error
+            raise EndpointDown(self._url, str(error), is_busy=status in BUSY) from error
         data = await self._request_data("reset", {"seed": seed % 2**31, **self._reset})
         return join_observation(task.prompt, _observation_text(data))
 
@@ -87,13 +91,15 @@ class OpenEnv(Environment):
             await self._connection.close()
 
     async def _request_data(self, what: str, data: Mapping[str, Json]) -> dict[str, Any]:
-        """Send a message, and return the data of the answer. Raises `ToolError` if there is none, `_Refused` for an
-        invalid action."""
+        """Send a message, and return the data of the answer. Raises `EndpointDown` if the connection is lost,
+        `ToolError` for an answer of another form, `_Refused` for an invalid action."""
         try:
             await self._connection.send(json.dumps({"type": what, "data": data}))
             answer = STRICT_JSON.decode(await self._connection.recv(decode=True))
             kind, given = answer["type"], dict(answer["data"])
-        except (self._errors, ValueError, KeyError, TypeError, RecursionError) as error:
+        except self._errors as error:
+            raise EndpointDown(self._url, f"no answer to {what!r}: {type(error).__name__}: {error}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ToolError(f"{self._url} gave no answer to {what!r}: {type(error).__name__}: {error}") from error
         if kind != "error":
             return given

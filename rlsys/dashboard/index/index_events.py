@@ -12,6 +12,8 @@ from rlsys.dashboard.index.groups import RewardRange
 from rlsys.monitoring.events import (
     AlertRaised,
     CautionRaised,
+    EndpointFailed,
+    EndpointRecovered,
     EngineChosen,
     EvalDone,
     Event,
@@ -157,7 +159,16 @@ class IndexedEvents:
                 level = "error"
             case EngineChosen(worker=worker) | WorkerRestarted(worker=worker):
                 pass
-            case AlertRaised() | CautionRaised() | EventLost() | FileReplaced() | FileSkipped() | FileStalled():
+            case (
+                AlertRaised()
+                | CautionRaised()
+                | EventLost()
+                | EndpointFailed()
+                | EndpointRecovered()
+                | FileReplaced()
+                | FileSkipped()
+                | FileStalled()
+            ):
                 level = "warning"
             case RunEnded(reason="failed"):
                 level = "error"

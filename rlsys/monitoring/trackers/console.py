@@ -198,6 +198,10 @@ def note_of(event: events.Event) -> str | None:
             return f"{path} is not written, and the run goes on: {problem}"
         case events.FileStalled(path=path, problem=problem, seconds=seconds, num_lost=num_lost):
             return f"{path} could not be written for {seconds:.0f} s ({problem}); {num_lost} lines are lost"
+        case events.EndpointFailed(endpoint=endpoint, detail=detail):
+            return f"{endpoint} does not answer, and groups wait for it: {detail}"
+        case events.EndpointRecovered(endpoint=endpoint, seconds=seconds, num_waited=num_waited):
+            return f"{endpoint} answers again after {seconds:.0f} s; {num_waited} groups waited for it"
         case events.FileReplaced(path=path):
             return f"{path} was moved or removed, and another begins"
         case events.EventLost(lost=lost, problem=problem):

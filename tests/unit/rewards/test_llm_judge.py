@@ -160,13 +160,28 @@ def test_a_failing_server_fails_the_sample_instead_of_scoring_0(server: Server) 
     server.replies = [503]
     (score,) = scores(server.url, "x", retries=1)
     assert score.value is None
-    assert score.failure.startswith(f"judge: no reply from {server.url}, asked 2 times at most: Error code: 503")
+    assert score.failure.startswith(f"judge: {server.url} does not answer: asked 2 times: Error code: 503")
+    assert score.down is not None and not score.down.is_busy
+
+
+def test_a_server_without_room_asks_to_be_asked_later(server: Server) -> None:
+    server.replies = [429]
+    (score,) = scores(server.url, "x", retries=0)
+    assert score.down is not None and score.down.is_busy
+
+
+def test_a_request_that_is_refused_is_not_asked_again(server: Server) -> None:
+    server.replies = [400]
+    (score,) = scores(server.url, "x", retries=1)
+    assert score.down is None
+    assert score.failure.startswith(f"judge: no reply from {server.url}: Error code: 400")
 
 
 def test_an_unreachable_server_fails_the_sample() -> None:
     (score,) = scores("http://127.0.0.1:9/v1", "x", retries=0)
     assert score.value is None
-    assert "no reply from http://127.0.0.1:9/v1, asked 1 times at most: Connection error. (" in score.failure
+    assert "http://127.0.0.1:9/v1 does not answer: asked 1 times: Connection error. (" in score.failure
+    assert score.down is not None and score.down.endpoint == "http://127.0.0.1:9/v1"
 
 
 def test_what_was_asked_once_is_kept_on_disk(server: Server, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_request_that_fails_is_made_again(server: Server):
 @pytest.mark.parametrize(
     ("answer", "num_asked", "failure"),
     [
-        ((500, "broken"), 2, "no rewards from {url}, asked 2 times: HTTP 500: broken"),
+        ((500, "broken"), 2, "{url} does not answer: asked 2 times: HTTP 500: broken"),
         ((404, "not here"), 1, "{url} answered HTTP 404: not here"),
         ((302, ""), 1, "{url} answered HTTP 302"),
         ((200, "one"), 1, "{url} answered 'one', which is not JSON"),
@@ -109,7 +109,7 @@ def test_a_request_that_fails_is_made_again(server: Server):
         ((200, '{"rewards": [1]}'), 1, "returned 1 rewards for 2 completions"),
         ((200, '{"rewards": 7}'), 1, "returned 7 (int), not a list of 2 numbers"),
         ((200, '{"rewards": ["good", "bad"]}'), 1, "returned 'good' (str), not a number"),
-        (None, 2, "no rewards from {url}, asked 2 times: no answer within 0.1 s"),
+        (None, 2, "{url} does not answer: asked 2 times: no answer within 0.1 s"),
     ],
 )
 def test_a_server_that_fails_never_gives_a_reward_of_0(
@@ -124,7 +124,15 @@ def test_a_server_that_fails_never_gives_a_reward_of_0(
 def test_a_server_that_is_not_there_is_named(server: Server):
     server.url = "http://127.0.0.1:9/score"
     (score,) = scores(server, "5", retries=0)
-    assert score.value is None and "no rewards from http://127.0.0.1:9/score, asked 1 times" in score.failure
+    assert score.value is None and "http://127.0.0.1:9/score does not answer: asked 1 times" in score.failure
+
+
+@pytest.mark.parametrize(("status", "is_busy"), [(429, True), (503, True), (500, False)])
+def test_a_server_that_asks_to_be_asked_later_is_busy(server: Server, status: int, is_busy: bool):
+    server.answers = [(status, "")]
+    (score,) = scores(server, "5", retries=0)
+    assert score.down is not None and score.down.endpoint == server.url
+    assert score.down.is_busy == is_busy
 
 
 def test_the_key_comes_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch):
