@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, ShareBelowOne
@@ -13,6 +13,7 @@ from algorithms.policy_gradient import clipped_objective
 from algorithms.sample_math import log_ratio
 from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
+from rlsys.util.number_ranges import ManyFrom1
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ class Distill(Algorithm):
     The teacher is the reference worker, `reference.path`, with the vocabulary of the policy. Rewards are not used.
     """
 
-    group_size: PositiveInt = 4
+    group_size: ManyFrom1 = 4
     """Episodes per task. They are not compared, so 1 is enough."""
     max_advantage: PositiveFloat = 20.0
     """Largest size of a token's advantage, in nats: one that the teacher finds almost impossible does not dominate."""

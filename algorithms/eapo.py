@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import ClassVar
 
-from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES, AtMostOne
@@ -14,6 +13,7 @@ from algorithms.gspo import GSPO
 from algorithms.policy_gradient import Peer, Place, centre_rewards, peers
 from rlsys.algorithm import StepAdvantages, TrajectoryAdvantage
 from rlsys.types import Group
+from rlsys.util.number_ranges import Count
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
@@ -34,7 +34,7 @@ class EAPO(GSPO):
     gamma: AtMostOne = 0.995
     """Discount per round. More than 0, at most 1. The default is our choice, because the paper's value is not known to
     us."""
-    samples_multiple: PositiveInt = 1
+    samples_multiple: Count = 1
     """Train a multiple of this many samples and leave out the rest, evenly over the step. The paper takes the
     data-parallel size and keeps more than 99 %. Our trainer needs no multiple, so the default 1 trains all samples."""
 

@@ -22,6 +22,7 @@ from rlsys.algorithm import (
     TrajectoryAdvantage,
 )
 from rlsys.types import Answers, Group
+from rlsys.util.number_ranges import ManyFrom1
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +53,7 @@ class KTO(Algorithm):
     Tool results are not trained and do not count in r. Turns of frozen agents do not count in the balance either.
     """
 
-    group_size: PositiveInt = 8
+    group_size: ManyFrom1 = 8
     """Episodes per task; 1 is enough."""
     beta: PositiveFloat = 0.1
     """Slope of the sigmoid: at a distance of 4 / beta nats between r and z0 a sample has almost no gradient. A larger

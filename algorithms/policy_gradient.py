@@ -157,7 +157,7 @@ class PolicyGradient(Algorithm):
     expectation under the policy, over tokens drawn from the sampler.
     """
 
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=2, le=100_000)] = 8
     """Episodes per task, compared with each other. At least 2, because the group is the baseline."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference model, per nat; 0 starts no reference worker. In the loss, the KL of a token

@@ -30,7 +30,7 @@ class PPO(ClippedSurrogate, PolicyGradient):
     mixed by `team_share`.
     """
 
-    group_size: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=1, le=100_000)] = 8
     """Episodes per task. They are not compared, so that 1 is allowed."""
     clip_high: NonNegativeFloat = 0.2
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"

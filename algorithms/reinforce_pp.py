@@ -23,7 +23,7 @@ class ReinforcePP(ClippedSurrogate, PolicyGradient):
     that older tokens have the KL of older weights.
     """
 
-    group_size: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=1, le=100_000)] = 8
     """Episodes per task. They are not compared, so that 1 is allowed."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL in the reward: `k1`, log p - log ref, is unbiased, and the paper's."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
 from rlsys.algorithm import Algorithm, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Answers, Group
+from rlsys.util.number_ranges import ManyFrom1
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class SFT(Algorithm):
     policy's own answers whose reward is high enough. A trajectory without a reward takes that of its episode.
     """
 
-    group_size: PositiveInt = 1
+    group_size: ManyFrom1 = 1
     """Episodes per task; more than 1 only makes sense where answers are sampled."""
     reward_above: float | None = None
     """Train only on trajectories with a reward above this; a group without any is dropped as `zero_advantage`. None: on

@@ -14,7 +14,8 @@ from pydantic import (
 
 from rlsys.algorithm import Algorithm
 from rlsys.config.config_problems import Problem
-from rlsys.config.section import Fraction, Section
+from rlsys.config.section import Section
+from rlsys.util.number_ranges import Fraction
 
 
 class CurationSection(Section):

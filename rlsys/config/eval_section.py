@@ -18,6 +18,7 @@ from pydantic import (
 from rlsys.config.config_problems import Problem, refuse
 from rlsys.config.section import Section
 from rlsys.errors import ConfigError
+from rlsys.util.number_ranges import Count, ManyFrom1
 
 
 def dataset_name(path: str) -> str:
@@ -76,13 +77,13 @@ class EvalSection(Section):
     named after its file."""
     every: NonNegativeInt = 0
     """Steps between two evaluations. The first is before training; the last step is evaluated too. 0: none."""
-    samples: PositiveInt = 1
+    samples: ManyFrom1 = 1
     """Samples per task."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature, 0.01 or more; 0 is greedy."""
     limit: PositiveInt | None = None
     """Most tasks of each data set, from the first; None: all."""
-    replicas: PositiveInt = 1
+    replicas: Count = 1
     """Replicas that generate for evaluation only, each with the resources of `rollout`. In training they start if
     `every` is more than 0."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
 from rlsys.config.section import Section
 
@@ -19,7 +19,7 @@ class LoraSection(Section):
     with those of another network.
     """
 
-    rank: PositiveInt = 16
+    rank: Annotated[int, Field(ge=1, le=4096)] = 16
     """Rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
     """Scale of the adapter, divided by `rank`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveInt, ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator
 
 from rlsys.config.section import Section
+from rlsys.util.number_ranges import Count
 
 
 class MeshSection(Section):
@@ -14,17 +15,17 @@ class MeshSection(Section):
     rank order differ in `tensor` first, then in `context`, `shard`, `replicate`.
     """
 
-    replicate: PositiveInt = 1
+    replicate: Count = 1
     """Copies of the sharded model, each with batches of its own (hybrid sharding). More ranks then talk within a copy
     for every layer, and between copies only for gradients."""
-    shard: PositiveInt = 1
+    shard: Count = 1
     """Ranks that split weights, gradients and optimizer state (FSDP2), each with batches of its own."""
-    tensor: PositiveInt = 1
+    tensor: Count = 1
     """Ranks that split each attention and MLP layer by heads and columns, after the model's own plan."""
-    context: PositiveInt = 1
+    context: Count = 1
     """Ranks that split the positions of every micro-batch; they split weights too, as `shard` does. Each must get whole
     attention heads."""
-    expert: PositiveInt = 1
+    expert: Count = 1
     """Ranks, of those of one copy, that split a model's experts whole and exchange tokens; a multiple of `tensor`."""
 
     @property

@@ -11,8 +11,6 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
-    NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Tag,
     ValidationError,
@@ -36,6 +34,7 @@ from rlsys.config.section import Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S, SERVER, SERVER_TIMEOUT_S
+from rlsys.util.number_ranges import Count, CountFrom0, Seconds
 
 
 def _check_name(spec: str) -> str:
@@ -140,15 +139,15 @@ class RewardSection(Section):
     success: float = 1.0
     """An episode with this reward or more is a success, for curation and for pass@k. An episode without a score counts
     in no success rate."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Deadline of one call of the functions, seconds. A call that exceeds it is killed, and its episode fails. A group
     is first scored in one call within this time. If that takes longer, its episodes are scored one by one, and so are
     those of later groups until all episodes of a group are in time. At least the `timeout_s` of `llm_judge` and
     `http`."""
-    workers: NonNegativeInt = 1
+    workers: CountFrom0 = 1
     """Ray actors that score in parallel. 0: each replica scores its own groups, in a killable process beside it, which
     saves a worker and a trip of every group where functions are fast."""
-    processes: PositiveInt = 1
+    processes: Count = 1
     """Killable processes of one worker."""
 
     @property

@@ -13,6 +13,7 @@ from rlsys.config.plugins import WORKFLOWS, WorkflowSection
 from rlsys.config.section import Section
 from rlsys.config.server_section import ServerSection
 from rlsys.types import Distribution, Sampling
+from rlsys.util.number_ranges import Count, ManyFrom1
 
 _NAME, _SERVER = union_tag("name"), union_tag("server")
 EngineKey = Annotated[
@@ -28,13 +29,13 @@ class RolloutSection(Section):
     """Inference engine. vllm: vLLM, in the replica's own process. local: continuous batching over the Hugging Face
     model. auto: vLLM if it is installed and pays off (on a GPU, or for a model of 50 million parameters), else local;
     the run reports the choice and the reason. `{urls: [...]}`: vLLM servers that run already."""
-    replicas: PositiveInt = 1
+    replicas: Count = 1
     """Copies of the policy that generate in parallel."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Count = 1
     """Shards of one replica, each a process with a separate GPU (or core); vLLM only."""
     vllm_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, e.g. `{gpu_memory_utilization: 0.8}`, except those that rlsys sets."""
-    slots: PositiveInt | None = None
+    slots: ManyFrom1 | None = None
     """Sequences that one replica decodes together; further ones wait. None: 64 on a CPU; on a GPU as many as its memory
     has room for, a power of two up to 256."""
     max_new_tokens: PositiveInt = 256

@@ -13,7 +13,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Tag,
     ValidationInfo,
@@ -24,8 +23,9 @@ from pydantic_core import PydanticCustomError
 
 from rlsys.config.config_problems import Problem, nearest, refuse, short_repr, union_tag
 from rlsys.config.eval_section import EvalSection
-from rlsys.config.section import Fraction, Section
+from rlsys.config.section import Section
 from rlsys.monitoring.alert_rules import RULES
+from rlsys.util.number_ranges import Count, CountFrom0, Fraction, Seconds, SecondsFrom0
 
 
 def _resume(value: str) -> str:
@@ -79,11 +79,11 @@ WorkerRole: TypeAlias = Literal["actor", "critic", "reference", "rollout", "rewa
 class WorkerResources(Section):
     """Resources of one worker: one rank of the actor or the critic, the reference, a replica, or a reward worker."""
 
-    cpus: NonNegativeFloat = 1.0
+    cpus: Annotated[float, Field(ge=0, le=10_000)] = 1.0
     """CPUs that Ray reserves for one worker."""
-    gpus: NonNegativeFloat = 0.0
+    gpus: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     """GPUs that Ray reserves for one worker; a part such as 0.5 for one that shares its GPU."""
-    threads: PositiveInt = 1
+    threads: Count = 1
     """CPU threads for maths of one worker."""
 
 
@@ -98,9 +98,9 @@ Resources = Annotated[dict[WorkerRole, WorkerResources], AfterValidator(_of_all_
 class AsynchronySection(Section):
     """Distance between generation and training."""
 
-    max_staleness: NonNegativeInt = 0
+    max_staleness: CountFrom0 = 0
     """Most steps between the weights that sample a token and the weights that it trains; 0: synchronous."""
-    window: PositiveInt = 1
+    window: Count = 1
     """Number of groups, from the oldest unfinished one on, that the learner may choose from; 1: strictly in order."""
 
     def bound(self, groups_per_step: int) -> int:
@@ -113,7 +113,7 @@ class CheckpointSection(Section):
 
     every: NonNegativeInt = 50
     """Steps between two checkpoints; 0: only at the end, on interruption, and by `every_s`."""
-    every_s: NonNegativeFloat = 600.0
+    every_s: SecondsFrom0 = 600.0
     """Seconds after which the next step is saved too, whatever `every` is: about what a crash can lose. 0: never."""
     keep_last: PositiveInt = 3
     """Checkpoints kept; older ones are deleted."""
@@ -171,14 +171,14 @@ class CheckpointSection(Section):
 class LimitsSection(Section):
     """Deadlines, and limits on failures."""
 
-    group_s: PositiveFloat = 1800.0
+    group_s: Seconds = 1800.0
     """Seconds that one attempt at a group may wait for tokens; then the group is issued again. Time of tools and
     environments, of weights on their way, and without a replica does not count. Also the deadline of scoring one
     group."""
-    silence_s: PositiveFloat = 6.0
+    silence_s: Seconds = 6.0
     """Seconds without a heartbeat after which a rollout replica or a reward worker is replaced. A thread of its own
     answers for the worker, so a long computation does not count; a process that is stopped does."""
-    no_progress_s: PositiveFloat = 900.0
+    no_progress_s: Seconds = 900.0
     """Seconds without a finished group or step after which the run ends with a table of pending work."""
     max_attempts: PositiveInt = 3
     """Attempts at one group, at its scoring, or at keeping its payload, each counted separately. Then a group whose
@@ -209,7 +209,7 @@ def _no_client(address: str) -> str:
 
 _ADDRESS, _CPUS = union_tag("address"), union_tag("cpus")
 _Named = Annotated[
-    Annotated[PositiveInt, Tag(_CPUS)] | Annotated[str, Field(min_length=1), AfterValidator(_no_client), Tag(_ADDRESS)],
+    Annotated[Count, Tag(_CPUS)] | Annotated[str, Field(min_length=1), AfterValidator(_no_client), Tag(_ADDRESS)],
     Discriminator(lambda value: _ADDRESS if isinstance(value, str) else _CPUS),
 ]
 Cluster = _Named | None

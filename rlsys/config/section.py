@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
 
 from rlsys.config.config_problems import problems_of_value, refuse
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):

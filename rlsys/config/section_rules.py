@@ -31,6 +31,9 @@ _WRONG_ORIGIN: Mapping[Answers, str] = {
     "algorithm.reward_above to train on the best, or take the workflow demonstrations or offline",
 }
 
+MOST_GROUPS = 1_000_000
+"""Most groups in flight: each has a task of the driver's event loop."""
+
 
 def _signals_are_made(algorithm: Algorithm) -> Iterator[Problem]:
     if unknown := sorted(str(signal) for signal in algorithm.columns if not isinstance(signal, Column)):
@@ -131,6 +134,13 @@ def _staleness_is_safe(algorithm: Algorithm, train: TrainSection, asynchrony: As
         yield ("asynchrony", "max_staleness"), text
 
 
+def _groups_have_room(train: TrainSection, asynchrony: AsynchronySection) -> Iterator[Problem]:
+    num_groups = train.groups_per_step * (asynchrony.max_staleness + 1)
+    if num_groups > MOST_GROUPS:
+        text = f"with train.groups_per_step {train.groups_per_step}, {num_groups:,} groups may be in flight at once"
+        yield ("asynchrony", "max_staleness"), f"{text}, and the driver has room for {MOST_GROUPS:,}: lower either"
+
+
 def _curation_suits(
     algorithm: Algorithm, asynchrony: AsynchronySection, curation: CurationSection
 ) -> Iterator[Problem]:
@@ -173,8 +183,8 @@ def _agents_are_bound(policies: Mapping[str, PolicySection], agents: Mapping[str
 _RULES: Sequence[Callable[..., Iterator[Problem]]] = (
     _signals_are_made, _policy_is_trained, _stabilizer_begins, _replies_fit, _answers_suit, _early_ends_suit,
     _early_ends_have_rewards, _gpus_suit_engine, _versions_have_room, _server_takes_what_is_trained,
-    _experts_are_recorded, _sources_have_names, _staleness_is_safe, _curation_suits, _successes_are_put_in,
-    _sources_are_weighed, _replicas_have_servers, _best_is_measured, _agents_are_bound,
+    _experts_are_recorded, _sources_have_names, _staleness_is_safe, _groups_have_room, _curation_suits,
+    _successes_are_put_in, _sources_are_weighed, _replicas_have_servers, _best_is_measured, _agents_are_bound,
 )  # fmt: skip
 _READ = {rule: signature(rule).parameters.keys() for rule in _RULES}
 """Sections that each rule reads."""

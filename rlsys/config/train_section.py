@@ -17,7 +17,8 @@ from pydantic import (
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.section import Fraction, Section
+from rlsys.config.section import Section
+from rlsys.util.number_ranges import Count, Fraction, ManyFrom1
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
@@ -44,9 +45,9 @@ NO_SAVINGS = MemorySavings()
 class TrainSection(Section):
     """Worker that trains, and the settings of one step (AdamW)."""
 
-    groups_per_step: PositiveInt = 32
+    groups_per_step: ManyFrom1 = 32
     """Groups of one step; each has `algorithm.group_size` episodes."""
-    updates_per_step: PositiveInt = 1
+    updates_per_step: Count = 1
     """Optimizer updates of one step, each on other groups. Above 1, later updates train on tokens of the weights before
     the step."""
     mesh: MeshSection = MeshSection()

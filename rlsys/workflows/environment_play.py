@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal, TypeVar
 
-from pydantic import JsonValue, PositiveFloat
+from pydantic import JsonValue
 
 from rlsys.agents.environment import Environment, Step, make
 from rlsys.agents.session_budget import messages_of
 from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import RlsysError, ToolError
 from rlsys.types import Distribution, Prompt, Task
+from rlsys.util.number_ranges import Seconds
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class EnvironmentPlay(Workflow):
     reward: Literal["sum", "last", "task"] = "sum"
     """`sum` of the rewards of all steps, or the `last` of them; `task`: the value of `reward.fn` for the agent's last
     reply. `reward.fn` also scores an episode that is done without a reward in any step."""
-    step_timeout_s: PositiveFloat = 60.0
+    step_timeout_s: Seconds = 60.0
     """Deadline of one step, reset or close of the environment, seconds. Tools have separate deadlines."""
     system: str | None = None
     """System message of the agent; None: the context opens with the task's prompt."""

@@ -32,14 +32,13 @@ from pathlib import Path
 from typing import Annotated, SupportsFloat
 from weakref import WeakKeyDictionary
 
-from pydantic import PositiveFloat, PositiveInt
-
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.errors import ConfigError, DataError
 from rlsys.gateway.gateway_server import HOST, Endpoint, shared_gateway
 from rlsys.sandbox.programs import ProgramFailed, run_program
 from rlsys.types import POLICY, Distribution, Task
 from rlsys.util.importing import import_object
+from rlsys.util.number_ranges import Count, Seconds
 from rlsys.workflows.tool_use import loadable
 
 ARGUMENTS = ("task", "prompt", "base_url", "api_key", "model")
@@ -92,10 +91,10 @@ class OpenAIAgent(Workflow):
     model: str = POLICY
     """The model name in requests, which is also the name of the agent; in a run of several policies, bind it to a
     policy in `agents`."""
-    deadline_s: PositiveFloat = 600.0
+    deadline_s: Seconds = 600.0
     """Longest episode, seconds; then the agent is cancelled, or killed with its children if it is a program. A function
     that ignores cancellation continues without an endpoint."""
-    max_processes: PositiveInt = 32
+    max_processes: Count = 32
     """Concurrent programs on one replica; further ones wait, and their deadline starts after the wait."""
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from pydantic import PositiveInt
 
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.types import Prompt
+from rlsys.util.number_ranges import Count
 from rlsys.workflows.tool_use import opening_messages
 
 DRAFT = "Think about the task on your own, and say what you find. You may be given notes from earlier attempts."
@@ -34,9 +35,9 @@ class ParallelDrafts(Workflow):
     longest draft of each round, its distiller and the answer.
     """
 
-    num_drafts: PositiveInt = 4
+    num_drafts: Count = 4
     """Drafts of a round."""
-    num_rounds: PositiveInt = 1
+    num_rounds: Count = 1
     """Rounds before the answer."""
     distills: bool = False
     """True if an agent `distiller` writes the notes of a round; otherwise they are the drafts, one after the other."""

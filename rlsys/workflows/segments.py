@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from rlsys.agents.agent import Context
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.types import POLICY, Prompt
+from rlsys.util.number_ranges import Count, CountFrom0
 
 PROBE = "probe"
 """Name of the agents that answer at a cut."""
@@ -32,9 +33,9 @@ class Segments(Workflow):
 
     segment_tokens: PositiveInt = 256
     """Tokens of a segment."""
-    max_segments: PositiveInt = 8
+    max_segments: Count = 8
     """Segments of a reply."""
-    probes: NonNegativeInt = 1
+    probes: CountFrom0 = 1
     """Probes at each cut, also at that before the first segment. 0 in evaluation."""
     end: str = "</think>"
     """Text that ends the thinking. It is added if the policy has not said it."""

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from rlsys.agents.tool_calls import spoken
 from rlsys.agents.workflow import Agent, Session, Workflow
 from rlsys.errors import ToolError
 from rlsys.types import Prompt, Task
 from rlsys.util.importing import import_object
+from rlsys.util.number_ranges import Count
 from rlsys.workflows.tool_use import loadable, opening_messages
 
 PROPOSER = "Make one task of the kind that you are asked for, and write it within <task> and </task>."
@@ -57,7 +58,7 @@ class SelfPlay(Workflow):
     judge: Annotated[str, loadable(load_judge)]
     """`module:function`: called with the task and a solver's reply, returns 0 to 1, quickly. An exception fails the
     episode."""
-    attempts: PositiveInt = 4
+    attempts: Count = 4
     """Solvers per task."""
     propose_within: tuple[Fraction, Fraction] | None = None
     """Mean reward of the solvers within which a task becomes one of the run: it joins the source of data with

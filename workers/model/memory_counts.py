@@ -183,7 +183,8 @@ def memory_of_gpu() -> int | None:
 def adapter_parameters(path: str, lora: LoraSection) -> int:
     """Return the number of parameters of an adapter of the model in `path`. Raises `ModelError`."""
     model = outline(path)
-    add_adapter(model, lora, path)
+    with META:
+        add_adapter(model, lora, path)
     return sum(parameter.numel() for parameter in adapter_of(model).values())
 
 

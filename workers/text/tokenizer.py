@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from rlsys.agents.session_budget import messages_of
 from rlsys.agents.tool_calls import OPEN, describe_tools, with_calls_as_text
 from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
+from rlsys.config.config_problems import short_repr
 from rlsys.errors import DataError, ModelError
 from rlsys.types import NO_OPTIONS, ChatOptions, Json, Message, Prompt, Task
 
@@ -151,10 +152,17 @@ class TextTokenizer:
 
     def _start_ids(self) -> tuple[int, ...]:
         """Tokens that the tokenizer puts before a text, such as `<s>`; those that it puts after one are left out."""
-        whole = self._backend.encode(_MARK, add_special_tokens=True).ids
-        text = self._backend.encode(_MARK, add_special_tokens=False).ids
+        mark = next(filter(self._can_encode, (_MARK, *self.tokenizer.get_vocab())), "")
+        whole = self._backend.encode(mark, add_special_tokens=True).ids
+        text = self._backend.encode(mark, add_special_tokens=False).ids
         starts = (at for at in range(len(whole) - len(text) + 1) if whole[at : at + len(text)] == text)
         return tuple(whole[: next(starts, 0)])
+
+    def _can_encode(self, text: str) -> bool:
+        try:
+            return bool(self._tokens(text))
+        except DataError:
+            return False
 
     def _fitting(self, text: str, most: int | None) -> str:
         """Return the text; raises `TextTooLarge` if even tokens of `bytes_per_token` would be more than `most`."""
@@ -166,10 +174,15 @@ class TextTokenizer:
     def _tokens(self, text: str) -> tuple[int, ...]:
         """Token ids of a text. An unpaired surrogate, which no tokenizer accepts, is read as `?`.
 
+        Raises `DataError` for a text that needs a token for the unknown, without which a vocabulary may be.
+
         Other threads run meanwhile: the tokenizer lets go of Python's lock for a batch, not for a single text.
         """
         pieces = text.encode(errors="replace").decode().split(BREAK)
-        encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        try:
+            encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        except Exception as error:  # its library raises no other class
+            raise DataError(f"the model's tokenizer cannot read {short_repr(text)}: {error}") from error
         return tuple(token for encoding in encodings for token in encoding.ids)
 
 

@@ -116,7 +116,7 @@ async def mcp_toolbox(
         raise raised
 
 
-def _gone(server: str, cause: Exception) -> EndpointDown | ToolError:
+def _gone(server: str, cause: BaseException) -> EndpointDown | ToolError:
     """Error of a server that does not answer; a server at a URL is waited for, unless its answer is an error."""
     types = needs("mcp.types", "mcp")
     is_answer = isinstance(cause, needs("mcp.shared.exceptions", "mcp").MCPError)

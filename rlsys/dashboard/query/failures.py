@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 
 from rlsys.dashboard.responses import FailureRow, FailuresAnswer
 from rlsys.monitoring.events import Event, GroupScored
@@ -29,6 +30,8 @@ class Failures:
             return
         self.num_episodes += len(event.rewards)
         for reason, number in event.failures.items():
+            if not isfinite(number):  # of a damaged file
+                continue
             num, before = int(number), self._rows.pop(reason, None)
             self.num_failed += num
             self._rows[reason] = FailureRow(

@@ -239,7 +239,7 @@ def test_a_missing_key_is_named_with_its_section(tmp_path: Path):
     ("override", "message"),
     [
         ("rollout.temperature=0", "should be greater than or equal to 0.01"),
-        ("rollout.replicas=0", "should be greater than 0"),
+        ("rollout.replicas=0", "should be greater than or equal to 1"),
         ("train.lr=.inf", "should be a finite number"),
         ("train.betas=[0.9, 1.0]", "train.betas[1]: input should be less than 1"),
         ("train.final_lr_fraction=1.5", "less than or equal to 1"),
@@ -272,9 +272,13 @@ def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
     [
         ("run.steps=1e30", "run.steps: unable to parse input string as an integer"),
         ("run.steps=true", "run.steps: should be a number (got true)"),
-        (f"train.groups_per_step=1{'0' * 400}", "train.groups_per_step: should be a number of at most 92233720368"),
+        (f"train.groups_per_step=1{'0' * 400}", "train.groups_per_step: input should be less than or equal to 100000"),
         ("resources.reward.cpus=true", "resources.reward.cpus: should be a number (got true)"),
-        ("limits.group_s=1e300", "limits.group_s: should be a number of at most 92233720368"),
+        ("limits.group_s=1e300", "limits.group_s: input should be less than or equal to 1000000000"),
+        (f"run.seed=1{'0' * 400}", "run.seed: should be a number of at most 92233720368"),
+        ("train.lora={rank: 1000000000000000000}", "train.lora.rank: input should be less than or equal to 4096"),
+        ("train.mesh.shard=20000", "train.mesh.shard: input should be less than or equal to 10000"),
+        ("algorithm.group_size=200000", "algorithm.group_size: input should be less than or equal to 100000"),
         ("algorithm.clip_high=true", "algorithm.clip_high: should be a number (got true)"),
         ("alerts={idle_side: true}", "alerts.idle_side: should be a number (got true)"),
         ("train.betas=[0.9, false]", "train.betas[1]: should be a number (got false)"),
@@ -452,6 +456,12 @@ def test_staleness_beyond_the_limit_of_the_algorithm_is_refused(tmp_path: Path):
     line = refusal(path, overrides=("asynchrony.max_staleness=2", "run.sed=1"))[2]
     assert "asynchrony.max_staleness: 2 is more than Strict is safe for (1)" in line
     assert "set it to 1 or less" in line
+
+
+def test_more_groups_in_flight_than_the_driver_has_room_for_are_refused(tmp_path: Path):
+    overrides = ("train.groups_per_step=1000", "asynchrony.max_staleness=1000")
+    line = refusal(write(tmp_path, MINIMAL), overrides=overrides)[1]
+    assert "asynchrony.max_staleness: with train.groups_per_step 1000, 1,001,000 groups may be in flight" in line
 
 
 @pytest.mark.parametrize(

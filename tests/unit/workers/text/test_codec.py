@@ -43,7 +43,7 @@ def ids_of(codec: TextTokenizer, *symbols: str) -> tuple[int, ...]:
 
 def long_worded() -> TextTokenizer:
     """Words of up to a hundred bytes."""
-    core = Tokenizer(models.WordLevel({"a" * 100: 0, "b": 1, "?": 2}, unk_token="?"))
+    core = Tokenizer(models.WordLevel({"a" * 100: 0, "b": 1, "?": 2}))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("a{100}|."), "isolated")
     return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core))
 
@@ -267,3 +267,12 @@ def test_a_saved_tokenizer_loads_and_a_missing_one_is_named(tmp_path: Path):
     assert TextTokenizer.load(tmp_path).encode(prompt) == codec_of(PLAIN).encode(prompt)
     with pytest.raises(ModelError, match=r"model\.path: no tokenizer at .*/missing"):
         TextTokenizer.load(tmp_path / "missing")
+
+
+def test_text_that_a_vocabulary_lacks_is_refused_by_name():
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1}))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    codec = TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>"))
+    assert codec.encode("a a") == (1, 1)
+    with pytest.raises(DataError, match=r"tokenizer cannot read 'a \u20ac': .*Missing \[UNK\] token"):
+        codec.encode("a \u20ac")
