@@ -115,9 +115,11 @@ def replica_of(
     when: Literal["between", "inflight", "beside"] = "between",
     base: str | None = None,
     num_slots: int = 64,
+    verify_s: float = 0.0,
 ) -> EngineReplica:
     """A replica of an engine with `num_slots`; with `base`, it takes adapters."""
-    return EngineReplica(name, engine, puller, WeightChange(when, tolerance=1e-3), num_slots=num_slots, base=base)
+    change = WeightChange(when, tolerance=1e-3, verify_s=verify_s)
+    return EngineReplica(name, engine, puller, change, num_slots=num_slots, base=base)
 
 
 def sessions_of(

@@ -417,7 +417,7 @@ def _replica_spec(
     if isinstance(section := rollout.engine, ServerSection):
         how = {"api_key_env": section.api_key_env, "folder": section.folder, "takes_weights": pulls != "never"}
         servers = tuple(ServerSpec(url=url, **how) for url in section.urls)
-    change = WeightChange(rollout.change if is_trained else "between", config.probe_tolerance)
+    change = WeightChange(rollout.change if is_trained else "between", config.probe_tolerance, rollout.verify_s)
     return ReplicaSpec(engine=engine, change=change, pulls=pulls, servers=servers)
 
 

@@ -13,7 +13,7 @@ from rlsys.config.plugins import WORKFLOWS, WorkflowSection
 from rlsys.config.section import Section
 from rlsys.config.server_section import ServerSection
 from rlsys.types import Distribution, Sampling
-from rlsys.util.number_ranges import Count, ManyFrom1
+from rlsys.util.number_ranges import Count, ManyFrom1, SecondsFrom0
 
 _NAME, _SERVER = union_tag("name"), union_tag("server")
 EngineKey = Annotated[
@@ -63,6 +63,9 @@ class RolloutSection(Section):
     prefill, so that later tokens are exactly those of the new weights. beside: load next to the old weights; running
     sequences end on the old ones, and new ones start at once; in vLLM only adapters (train.lora). A turn then has one
     version, while a trajectory may mix versions from turn to turn; the bound on staleness applies."""
+    verify_s: SecondsFrom0 = 60.0
+    """Seconds after which an idle replica verifies its weights again, in case its memory was damaged. 0: only when it
+    loads them."""
     early_ends: bool = False
     """True to end redundant episodes of a group early, once half have ended with the same reward (after DeepPrune,
     arXiv:2510.08483); a quarter of the others go on, and stand for all of them. The reward functions then also run

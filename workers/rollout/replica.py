@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NoReturn
@@ -13,6 +14,7 @@ from rlsys.errors import WorkerError
 from rlsys.routing.request_router import request_weight
 from rlsys.routing.requests import LOSSES, AbortReason, Chunk, Completion, Hold, Request, Scored, WeightsWanted
 from rlsys.types import EngineStats, PolicyVersion, ReplicaLoad, VersionSpan
+from rlsys.util import deadlines
 from workers.engines.engine import Engine, EngineChoice
 from workers.rollout.replica_weights import Puller, ReplicaWeights, WeightChange
 
@@ -95,6 +97,8 @@ class EngineReplica:
         self._quiet = asyncio.Event()
         """Set when a hold or a request ends."""
         self._speed = _Speed()
+        self._verify_s = change.verify_s
+        self._verifying: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -232,6 +236,25 @@ class EngineReplica:
         self._holds.pop(hold.id, None)
         self._quiet.set()
 
+    def start_verifying(self) -> None:
+        """Begin to verify the loaded weights again and again, by `WeightChange.verify_s`."""
+        if self._verify_s:
+            self._verifying = asyncio.create_task(self._keep_verifying(self._verify_s))
+
+    async def _keep_verifying(self, every_s: float) -> None:
+        """Verify the loaded weights whenever `every_s` have passed and no request runs.
+
+        Waits for that time, then for the running requests; unblocked by their ends. Ends with the first mismatch, which
+        `on_loss` gets.
+        """
+        with suppress(*LOSSES):
+            while True:
+                await deadlines.sleep(every_s)
+                while self._running:
+                    self._quiet.clear()
+                    await self._quiet.wait()
+                await self.weights.verify_again()
+
     async def drain(self) -> None:
         """Abort all running requests, with their tokens; return once they have ended."""
         self.abort(list(self._running))
@@ -282,4 +305,6 @@ class EngineReplica:
 
     async def close(self) -> None:
         """End every request with `WorkerDied`, and free the engine."""
+        if self._verifying is not None:
+            self._verifying.cancel()
         await self._engine.close()

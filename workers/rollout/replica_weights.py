@@ -34,6 +34,8 @@ class WeightChange:
     tolerance: float
     """Largest allowed mean |difference| between the engine's logprobs and the trainer's, in nats. A larger one means
     that the engine does not compute with the published weights."""
+    verify_s: float = 0.0
+    """Seconds after which an idle replica verifies its weights again; 0: never."""
 
 
 Pulled: TypeAlias = "tuple[Manifest, Mapping[str, Tensor]]"
@@ -70,6 +72,8 @@ class ReplicaWeights:
         self.name, self.when = name, change.when
         self._engine, self._puller, self._base = engine, puller, base
         self._tolerance, self._emptied, self._on_loss = change.tolerance, emptied, on_loss
+        self._manifest: Manifest | None = None
+        """That of the loaded weights; None before the first pull."""
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
         self._change: asyncio.Task[None] | None = None
         """The weight change under way. No caller that is cancelled ends it."""
@@ -167,8 +171,29 @@ class ReplicaWeights:
             pulled = await self._pull_and_stage(puller, version, before=pulled)
         manifest, weights = pulled
         held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
+        self._manifest = manifest
         self._acknowledged[held.version] = held
         self._pulls.append(Busy(self.name, began_s, time.monotonic()))
+
+    async def verify_again(self) -> None:
+        """Verify the loaded weights again, in case their memory was damaged; a change under way verifies by itself.
+
+        Raises `WeightsMismatch`; then the replica is stopped, as after a change that failed.
+        """
+        if self._change is None and self._manifest is not None and self._gate_open:
+            self._change = asyncio.create_task(self._verify_loaded(self._manifest))
+            await asyncio.shield(self._change)
+
+    async def _verify_loaded(self, manifest: Manifest) -> None:
+        try:
+            await self.verify_weights(manifest)
+        except LOSSES as error:
+            self.close_gate()
+            await self.stop(error)
+            self._on_loss(error)
+            raise
+        finally:
+            self._change = None
 
     def forget_acknowledged(self, used: Collection[PolicyVersion]) -> None:
         """Forget acknowledgements of old versions, except those `used`."""

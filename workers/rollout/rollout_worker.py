@@ -118,7 +118,10 @@ async def load_replica(name: str, spec: RolloutSpec, policy: str, route: Route |
         assert route is not None, "a policy that pulls has relays"
         puller = WeightPuller(route, is_pinned=own.pulls == "pinned")
     base = base_hash(own.engine.model_path) if own.engine.lora else None
-    return EngineReplica(name, engine, puller, own.change, num_slots=own.engine.slots, choice=choice, base=base)
+    slots = own.engine.slots
+    replica = EngineReplica(name, engine, puller, own.change, num_slots=slots, choice=choice, base=base)
+    replica.start_verifying()
+    return replica
 
 
 class RolloutWorker:

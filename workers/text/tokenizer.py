@@ -160,8 +160,8 @@ class TextTokenizer:
 
     def _can_encode(self, text: str) -> bool:
         try:
-            return bool(self._tokens(text))
-        except DataError:
+            return bool(self._backend.encode(text, add_special_tokens=False).ids)
+        except Exception:  # noqa: BLE001  (its library raises no other class)
             return False
 
     def _fitting(self, text: str, most: int | None) -> str:

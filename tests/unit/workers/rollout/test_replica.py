@@ -478,6 +478,53 @@ def test_a_corrupted_tensor_closes_the_gate_for_good():
     assert len(losses) == 3
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_weights_that_are_damaged_later_are_noticed_by_an_idle_replica(is_busy: bool):
+    engine = scripted("a")
+    replica = replica_of(Shelf(version=1), engine, verify_s=0.01)
+    losses: list[WorkerError] = []
+    replica.on_loss = losses.append
+
+    async def scenario() -> None:
+        replica.start_verifying()
+        await replica.release(await held(replica, 1))
+        running = asyncio.create_task(replica.finish(ask(new=60))) if is_busy else None
+        await until(lambda: running is None or engine.stats().num_tokens > 0)
+        engine._weights["w"][1] += 1
+        if running is not None:
+            assert spans(await running) == [1], "no request that runs is cut"
+        await until(lambda: losses)
+        with pytest.raises(WeightsMismatch, match=r"while verifying version 1: .* than those published of w"):
+            await held(replica, 1)
+        with pytest.raises(WeightsMismatch, match="verifying version 1"):
+            await replica.finish(ask(new=1))
+
+    played([replica], scenario)
+    assert str(losses[0]).startswith("rollout-0 while verifying version 1: the engine computes with other values")
+
+
+def test_sound_weights_are_verified_again_without_a_word():
+    engine, replica = scripted("a"), None
+    verified: list[int] = []
+    honest = engine.checksums
+
+    async def checksums() -> Mapping[TensorSpec, int]:
+        verified.append(engine.version)
+        return await honest()
+
+    engine.checksums = checksums
+    replica = replica_of(Shelf(version=1), engine, verify_s=0.01)
+
+    async def scenario() -> None:
+        replica.start_verifying()
+        await replica.release(await held(replica, 1))
+        await until(lambda: len(verified) > 3)
+        assert spans(await replica.finish(ask())) == [1]
+
+    played([replica], scenario)
+    assert set(verified) == {1}
+
+
 def test_a_replica_served_one_version_late_starts_nothing_on_it():
     replica = replica_of(Shelf(version=2, late=True), scripted("a"))
     with pytest.raises(WeightsMismatch, match="asked for version 2 or newer, and got 1"):
