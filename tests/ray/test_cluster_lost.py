@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -55,20 +56,24 @@ def left_of(run: int) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "strike", "says", "within_s"),
     [
-        pytest.param("gcs_server", "Ray's head (gcs_server at ", marks=pytest.mark.nightly),
-        ("raylet", "the raylet of this node (process "),
+        pytest.param("gcs_server", psutil.Process.kill, "Ray's head (gcs_server at ", 15, marks=pytest.mark.nightly),
+        ("raylet", psutil.Process.kill, "the raylet of this node (process ", 15),
+        pytest.param(
+            "raylet", psutil.Process.suspend, "Ray has declared this node dead", 120, marks=pytest.mark.nightly
+        ),
     ],
+    ids=["head", "raylet", "stopped raylet"],
 )
 def test_a_lost_cluster_is_named_and_the_run_resumes(
-    name: str, says: str, model_path: Path, data_path: Path, tmp_path: Path
+    name: str, strike: Callable[[psutil.Process], None], says: str, within_s: float, model_path, data_path, tmp_path
 ):
     job = job_in(tmp_path, model_path, data_path)
     with job.train(ENDLESS) as command:
         command.wait_until(lambda: len(job.steps) > 1)
         began = time.time()
-        process_of(command, name).kill()
+        strike(process_of(command, name))
         ended = command.end()
         wait_until(lambda: not left_of(command.pid))
     assert (ended.code, ended.stdout) == (1, ""), ended.stderr
@@ -79,7 +84,7 @@ def test_a_lost_cluster_is_named_and_the_run_resumes(
     assert ended.stderr.splitlines()[-1] == f"step {job.saved} is saved; go on with run.resume=auto"
     rows = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
     (failed,) = (row for row in rows if row["kind"] == "worker_failed" and row["worker"] == "the cluster")
-    assert failed["time_s"] - began < 15
+    assert failed["time_s"] - began < within_s
     assert rows[-1]["kind"] == "run_ended"
     assert rows[-1]["detail"].startswith(f"ClusterLost: the Ray cluster is lost: {says}")
     with job.train(job.saved + 1, "run.resume=must") as command:

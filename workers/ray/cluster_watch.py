@@ -1,4 +1,5 @@
-"""Watch over the cluster from the process that uses it: it notices that Ray's head or this node's raylet is gone.
+"""Watch over the cluster from the process that uses it: it notices that Ray's head or this node's raylet is gone, and
+that Ray has declared this node dead, because its raylet was stopped for longer than Ray waits.
 
 Ray itself waits 60 s for a lost head, without a message, and then ends the process from native code.
 """
@@ -14,7 +15,9 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
+import ray
 from ray._private.worker import global_worker
 
 from rlsys.errors import ClusterLost, full_text
@@ -22,6 +25,8 @@ from rlsys.util.printing import print_note
 
 LOOK_S = 1.0
 """Seconds between two connections to the head, and between two cancellations of what does not end."""
+NODE_LOOKS = 5
+"""Connections to the head between two questions whether this node is alive."""
 ANSWER_S = 2.0
 """Deadline of a connection to the head."""
 MISSES = 3
@@ -46,6 +51,7 @@ class ClusterWatch:
     """Host and port of the head."""
     raylet: int
     """Process id of this node's raylet."""
+    node_id: str
     logs: str
     """Folder of the cluster's logs."""
     _lost: ClusterLost | None = field(default=None, init=False)
@@ -65,7 +71,8 @@ class ClusterWatch:
             connection.connect(node.raylet_socket_name)
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         raylet, _, _ = struct.unpack("3i", peer)
-        return cls((host.strip("[]"), int(port)), raylet, node.get_logs_dir_path())
+        node_id = ray.get_runtime_context().get_node_id()
+        return cls((host.strip("[]"), int(port)), raylet, node_id, node.get_logs_dir_path())
 
     @property
     def has_lost(self) -> bool:
@@ -119,11 +126,13 @@ class ClusterWatch:
 
         The end of the raylet's process wakes it. The head, perhaps on another machine, cannot notify.
         """
-        num_misses = 0
+        num_misses, looks = 0, count(1)
         while num_misses < MISSES and not self._raylet_ends(LOOK_S):
             if self._ended.is_set():
                 return
             num_misses = 0 if self._head_answers() else num_misses + 1
+            if not num_misses and next(looks) % NODE_LOOKS == 0 and self._is_declared_dead():
+                break
         lost = self._loss() or self._error("Ray's head is not reachable")
         if self._ended.is_set():
             return
@@ -155,6 +164,12 @@ class ClusterWatch:
         if not self._head_answers():
             host, port = self.head
             return self._error(f"Ray's head (gcs_server at {host}:{port}) accepts no connection")
+        if self._is_declared_dead():
+            return self._error(
+                f"Ray has declared this node dead, because its raylet (process {self.raylet}) did not answer, and "
+                "places nothing on it any more; a node that may stop for longer needs a larger "
+                "RAY_health_check_failure_threshold"
+            )
         return None
 
     def _error(self, what: str) -> ClusterLost:
@@ -171,6 +186,9 @@ class ClusterWatch:
             return bool(end.poll(within_s * 1000))
         finally:
             os.close(process)
+
+    def _is_declared_dead(self) -> bool:
+        return any(node["NodeID"] == self.node_id and not node["Alive"] for node in ray.nodes())
 
     def _head_answers(self) -> bool:
         try:
