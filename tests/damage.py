@@ -31,7 +31,7 @@ def damage(path: Path, random: Random) -> None:
         return
     if kind < 0.15:
         path.write_bytes(data[: random.randrange(len(data))])
-    elif kind < 0.35:
+    elif kind < 0.35 or path.suffix in (".gz", ".parquet"):
         path.write_bytes(with_other_bytes(data, random))
     else:
         change = _odd_json if path.suffix in (".jsonl", ".json") else _odd_yaml
