@@ -20,6 +20,9 @@ it is resumed.
 | `damaged run` | the same for another file of the run than its events; one that a run refuses is put back |
 | `shared memory` | /dev/shm is full for two seconds, and raylets that this kills are replaced; see below |
 | `second start` | the same command beside the run: it has to be refused |
+| `reward server` | the server of the rewards is away for ten seconds: no group may be dropped for it |
+| `poisoned texts` | for two seconds, rewards are texts with half a surrogate pair and a NUL |
+| `closed pipe` | the command is started anew, into a pipe whose reader ends after five lines |
 | `file limit` | for two seconds the driver can write no file beyond its present size, as on a full disk |
 
 The last one comes only if at most 2 GiB of /dev/shm are free, as under
@@ -34,17 +37,21 @@ cause; a signal that is not answered within 30 s.
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -75,7 +82,8 @@ PAUSE_S = 30.0
 CAUSES = ("worker_failed", "rolled_back", "checkpoint_passed_over", "run_started", "run_ended", "alert_raised")
 """Kinds of events that name the cause of a pause."""
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
-FILE_LIMIT_S = 2.0
+FILE_LIMIT_S, AWAY_S = 2.0, 10.0
+POISON = "\ud83d\0\x1b[2J"
 SHM = Path("/dev/shm")
 SMALL_SHM = 2 << 30
 
@@ -83,6 +91,36 @@ SMALL_SHM = 2 << 30
 @dataclass(frozen=True, kw_only=True)
 class PlayedApart(SingleTurn):
     """A single turn as code of a user, which is not light: session workers play it."""
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Server that compares completions with the answer, and can be away or poisoned."""
+
+    is_away = is_poisoned = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Scores)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def reward(self, completion: str, answer: str) -> float | str:
+        return POISON if self.is_poisoned and completion < "5" else float(completion == answer)
+
+
+class _Scores(BaseHTTPRequestHandler):
+    server: RewardServer  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.is_away:
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        rewards = [self.server.reward(completion, asked["answer"]) for completion in asked["completions"]]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"rewards": rewards}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (its name in the base class)
+        """Write nothing."""
 
 
 @dataclass
@@ -94,6 +132,7 @@ class Chaos:
     chance: random.Random
     num_ranks: int
     """Ranks of the actor, and of the critic."""
+    server: RewardServer  # pyrefly: ignore[bad-override-mutable-attribute]
     counts: Counter[str] = field(default_factory=Counter)
     held_up_s: dict[str, list[float]] = field(default_factory=dict)
     """By fault: seconds until the next step."""
@@ -140,6 +179,9 @@ class Chaos:
             "damage": self._damage,
             "damaged run": self._damage_other,
             "second start": self._start_twice,
+            "reward server": self._stop_server,
+            "poisoned texts": self._poison,
+            "closed pipe": self._close_pipe,
             "file limit": self._limit_files,
         }
 
@@ -240,6 +282,21 @@ class Chaos:
         if done.returncode != 2 or "Traceback" in done.stderr:
             self.broken.append(f"second start: exit code {done.returncode}: {done.stderr[-300:]}")
 
+    def _stop_server(self) -> None:
+        self.server.is_away = True
+        time.sleep(AWAY_S)
+        self.server.is_away = False
+        self.run.wait(lambda line: line["kind"] == "endpoint_recovered", LIMIT_S)
+
+    def _poison(self) -> None:
+        self.server.is_poisoned = True
+        time.sleep(FILE_LIMIT_S)
+        self.server.is_poisoned = False
+
+    def _close_pipe(self) -> None:
+        self.interrupt("SIGINT")
+        self.run.start(num_read=5)
+
     def _limit_files(self) -> None:
         assert self.run.process is not None
         driver = psutil.Process(self.run.process.pid)
@@ -302,6 +359,8 @@ def broken_laws(events: list[Line], pending: set[int], num_issued: int) -> list[
                 broken.append(f"group {line['group_id']} has two tasks")
         elif kind == "group_dropped":
             dropped.add(line["group_id"])
+            if line["reason"] == "failed" and "does not answer" in line["detail"]:
+                broken.append(f"group {line['group_id']} was dropped, for its server was away")
         elif kind == "step_done":
             steps[line["step"]] = line["group_ids"]
             if last_s and line["time_s"] - last_s > PAUSE_S and not is_named:
@@ -328,16 +387,20 @@ def main() -> None:
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="chaos_") as name,
+        RewardServer() as server,
         raylets(num_nodes, -(-(CPUS + 2 * num_ranks) // num_nodes), STORE_BYTES) as nodes,
     ):
         command = train_command(
             sorter(arguments.size), Path(name), f"ray={nodes.address}", "run.steps=1000000",
             "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
             "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
+            f"reward.fn=[{{fn: http, args: {{url: 'http://127.0.0.1:{server.server_port}'}}}}]", "reward.timeout_s=60",
             "record.rollouts_every=0", "limits.max_attempts=50", f"train.mesh.shard={num_ranks}",
             f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
         )  # fmt: skip
-        chaos = Chaos(DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed), num_ranks)
+        chaos = Chaos(
+            DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed), num_ranks, server
+        )
         chaos.run.start()
         try:
             chaos.run.wait_steps(2, LIMIT_S)

@@ -45,11 +45,18 @@ class DisturbedRun:
     process: subprocess.Popen[bytes] | None = None
     _read: int = 0
 
-    def start(self) -> None:
-        """Start or resume the run."""
+    def start(self, num_read: int | None = None) -> None:
+        """Start or resume the run; with `num_read`, the reader of its output ends after so many lines."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        command = [*self.command, "run.resume=auto"]
         with (self.folder / "console.log").open("a") as log:
-            self.process = subprocess.Popen([*self.command, "run.resume=auto"], env=ENV, stdout=log, stderr=log)
+            if num_read is None:
+                self.process = subprocess.Popen(command, env=ENV, stdout=log, stderr=log)
+                return
+            reader = subprocess.Popen(["head", "-n", str(num_read)], stdin=subprocess.PIPE, stdout=log)
+            self.process = subprocess.Popen(command, env=ENV, stdout=reader.stdin, stderr=reader.stdin)
+            assert reader.stdin is not None
+            reader.stdin.close()
 
     @property
     def console(self) -> str:

@@ -146,8 +146,17 @@ def _open_rows(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
     if Path(place.path).is_file() and not place.path.endswith(_FILES):
         raise DataError(f"cannot read {place.path}: it is none of {', '.join(_FILES)}; convert or rename it")
     rows, split = _set(place)
-    plain = ((f"{text}: row {number}", _plain(row)) for number, row in enumerate(rows.with_format(None), 1))
-    return plain, split
+    return _rows_of(text, rows), split
+
+
+def _rows_of(text: str, rows: Dataset) -> Iterator[tuple[str, object]]:
+    """Yield each row of a data set. Raises `DataError` for a value that cannot be read, as of a damaged file."""
+    number = 0
+    try:
+        for number, row in enumerate(rows.with_format(None), 1):
+            yield f"{text}: row {number}", _plain(row)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {text}: row {number + 1}: {error}") from error
 
 
 def _has_no_splits(place: Place) -> None:

@@ -343,3 +343,12 @@ def test_training_and_evaluation_read_the_columns_that_the_configuration_names(t
         train(Config.load([], [*needed, names]), progress=False)
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no `problm`"):
         evaluate("org/none", data={"sums": str(path)}, config_overrides=[names])
+
+
+def test_a_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path):
+    data = pa.py_buffer(b"2+3?\x92\x81")
+    offsets = pa.array([0, 4, 6], pa.int32()).buffers()[1]
+    prompts = pa.Array.from_buffers(pa.string(), 2, [None, offsets, data])
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"cannot read .*rows\.parquet: row \d: 'utf-8' codec can't decode byte 0x92"):
+        load_tasks(tmp_path / "rows.parquet")

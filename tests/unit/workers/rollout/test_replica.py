@@ -493,7 +493,7 @@ def test_weights_that_are_damaged_later_are_noticed_by_an_idle_replica(is_busy: 
         engine._weights["w"][1] += 1
         if running is not None:
             assert spans(await running) == [1], "no request that runs is cut"
-        await until(lambda: losses)
+        await until(lambda: bool(losses))
         with pytest.raises(WeightsMismatch, match=r"while verifying version 1: .* than those published of w"):
             await held(replica, 1)
         with pytest.raises(WeightsMismatch, match="verifying version 1"):
