@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from rlsys.errors import ConfigError, WorkerDied
+from rlsys.errors import ConfigError, EndpointDown, WorkerDied
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import OK, Episode, Outcome, Score, Task, Trajectory, Turn, VersionSpan, failed
 from tests.by_day import first_by_day
@@ -362,6 +362,13 @@ def test_a_broken_pool_is_an_infrastructure_error_not_a_score(spec: RewardSpec) 
 
     with pytest.raises(WorkerDied, match="reward while scoring a group"):
         asyncio.run(scored_after_close())
+
+
+def test_a_server_that_does_not_answer_scores_nothing(spec: RewardSpec) -> None:
+    away = RewardSpec("http", "away", args={"url": "http://127.0.0.1:9/score", "retries": 0})
+    with pytest.raises(EndpointDown, match=r"127\.0\.0\.1:9/score does not answer: asked 1 times: ") as raised:
+        scores([spec, away], "12")
+    assert raised.value.endpoint == "http://127.0.0.1:9/score"
 
 
 def test_a_function_that_is_not_there_is_refused_at_once() -> None:
