@@ -284,9 +284,12 @@ class Chaos:
 
     def _stop_server(self) -> None:
         self.server.is_away = True
-        time.sleep(AWAY_S)
+        with suppress(RuntimeError):  # each group may be in work elsewhere meanwhile
+            self.run.wait(lambda line: line["kind"] == "endpoint_failed", AWAY_S)
+            time.sleep(AWAY_S)
+            self.server.is_away = False
+            self.run.wait(lambda line: line["kind"] == "endpoint_recovered", LIMIT_S)
         self.server.is_away = False
-        self.run.wait(lambda line: line["kind"] == "endpoint_recovered", LIMIT_S)
 
     def _poison(self) -> None:
         self.server.is_poisoned = True

@@ -144,7 +144,10 @@ class Kills:
         """Kill a rank in collectives of a step with this mesh, one after the other, in `most` places at most; compare
         the final weights with those of a run in which nothing dies."""
         calm = self._run(mesh, "calm", NUM_STEPS + STEPS_A_KILL * most)
-        code = calm.finish(LIMIT_S)
+        try:
+            code = calm.finish(LIMIT_S)
+        finally:
+            calm.kill()
         assert code == 0, calm.console[-4000:]
         places = sorted((calm.folder.parent / f"orders-{calm.folder.name}" / SEEN).read_text().split("\n")[:-1])
         chosen = [places[i * len(places) // most] for i in range(most)] if len(places) > most else places
@@ -193,7 +196,7 @@ class Kills:
 
     def figures(self) -> Mapping[str, Any]:
         """Return the part of the result line."""
-        share = (len(self.recovery_s) - len(self.broken)) / len(self.tried)
+        share = (len(self.tried) - len(self.broken)) / len(self.tried)
         return {
             "tried": self.tried,
             "recovered_share": share,

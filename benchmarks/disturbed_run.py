@@ -143,9 +143,12 @@ class DisturbedRun:
         return code, time.monotonic() - began_s
 
     def finish(self, limit_s: float) -> int:
-        """Return the exit code of the command once it has ended by itself."""
+        """Return the exit code of the command once it has ended by itself. Raises `RuntimeError` after `limit_s`."""
         assert self.process is not None
-        code = self.process.wait(limit_s)
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"the run did not end within {limit_s:g} s:\n{self.console[-2000:]}") from error
         self.follow()
         return code
 

@@ -76,6 +76,6 @@ def take_moved(tree: Any, at: Location = ()) -> Iterator[Problem]:  # noqa: ANN4
 def _name_of(at: Location) -> str:
     """Dotted name in `MOVED`: that of a policy's section is that of the run's."""
     names = [part for part in at if isinstance(part, str)]
-    if names[0] == "policies" and len(names) > 2:
+    if names[:1] == ["policies"] and len(names) > 2:
         names = names[:1] + names[2:] if len(names) == 3 else names[2:]
     return ".".join(names)

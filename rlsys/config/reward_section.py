@@ -214,11 +214,11 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _gives_requests_their_time(self) -> Self:
-        """Reject a timeout of a request above `timeout_s`, which would make slow requests fail as hangs."""
+        """Reject a timeout of a request that is not below `timeout_s`: a server that is away would fail as a hang."""
         defaults = {JUDGE: JUDGE_TIMEOUT_S, SERVER: SERVER_TIMEOUT_S}
         for spec in self.items:
             own_s = spec.args.get("timeout_s", defaults.get(spec.fn))
-            if spec.fn in defaults and isinstance(own_s, int | float) and own_s > self.timeout_s:
+            if spec.fn in defaults and isinstance(own_s, int | float) and own_s >= self.timeout_s:
                 text = f"is {self.timeout_s:g}, and {spec.fn} waits {own_s:g} s for one request: raise it, or lower "
                 raise nest_problems([(("timeout_s",), text + f"`timeout_s` in the args of {spec.label!r}")])
         return self

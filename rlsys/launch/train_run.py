@@ -388,6 +388,9 @@ class TrainingJob:
         is_cut = is_cut or any(lane.was_given_up for lane in lanes) or any(d.saver.lost for d in drivers.values())
         if stops.signal is not None and is_cut:
             raise Interrupted(self._interruption(drivers, reached), stops.signal)
+        for lost in filter(None, (driver.saver.lost for driver in drivers.values())):
+            lost.add_note(self._interruption(drivers, reached))
+            raise lost
 
     async def _set_up(self, workers: WorkerSet) -> None:
         """Return once all workers are set up; emit what happens to them in the background, from now on."""

@@ -93,8 +93,8 @@ class Driver:
     _filling: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     """The loops of producers and annotators."""
     _loops: asyncio.TaskGroup = field(init=False)
-    _num_deaths: int = field(default=0, init=False)
-    """Deaths of actor or critic since the last finished step."""
+    _failures: list[WorkerError] = field(default_factory=list, init=False)
+    """Those of actor or critic since the last finished step."""
 
     @property
     def end(self) -> PolicyVersion:
@@ -211,8 +211,8 @@ class Driver:
                     self.saver.lose_models(error)
                     return
                 failure = error
-                self._num_deaths += 1
-                self.dropped_groups.failures.check_replaceable(failure, self._num_deaths)
+                self._failures.append(error)
+                self.dropped_groups.failures.check_replaceable(self._failures)
             else:
                 return
 
@@ -305,7 +305,7 @@ class Driver:
         metrics |= {**self.queue.ledger.metrics(), **self.weights.metrics, **self.machines()}
         if (free := free_gb(self.records.folder)) is not None:
             metrics["driver/disk_free"] = free
-        self.position.version, self._num_deaths = version + 1, 0
+        self.position.version, self._failures = version + 1, []
         self.events.emit(StepDone(version + 1, metrics, tuple(group.group_id for group in groups)))
         return tasks
 

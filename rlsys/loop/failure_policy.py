@@ -49,10 +49,11 @@ NEVER_A_SUCCESS = 16
 
 @dataclass
 class RecentGroups:
-    """Outcomes of the last `RECENT` groups that were scored or given up."""
+    """Outcomes of the groups that were scored or given up last."""
 
     has_succeeded: bool = False
-    _failed: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _failed: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT - 1))
+    """All but the one that is decided on."""
 
     @property
     def num_failed(self) -> int:
@@ -109,15 +110,15 @@ class FailurePolicy:
                 f"{share:g}; the last: {error}"
             )
 
-    def check_replaceable(self, failure: WorkerError, num_failures: int) -> None:
-        """Return if all ranks of actor and critic are to be replaced after this failure of one.
+    def check_replaceable(self, failures: Sequence[WorkerError]) -> None:
+        """Return if all ranks of actor and critic are to be replaced after these failures since the last finished step.
 
-        `num_failures` counts such failures, with this one, since the last finished step. Raises `RunAborted` after too
-        many: a collective that fails again without a dead rank has a cause that new processes do not remove.
+        Raises `RunAborted` after too many: a collective that fails again without a dead rank has a cause that new
+        processes do not remove.
         """
-        limit = min(2, self.limits.max_attempts) if isinstance(failure, CollectiveFailed) else self.limits.max_attempts
-        if num_failures >= limit:
-            raise RunAborted(str(failure)) from failure
+        num_collective = sum(isinstance(failure, CollectiveFailed) for failure in failures)
+        if len(failures) >= self.limits.max_attempts or num_collective > 1:
+            raise RunAborted(str(failures[-1])) from failures[-1]
 
 
 class GivenUp(Exception):
@@ -162,7 +163,8 @@ class Retries:
             except (WorkerError, NothingToTrain, ZeroAdvantage, GroupExpired) as error:
                 if reason := self.decide(error, attempt):
                     raise GivenUp(reason, error) from error
-                death = error if isinstance(error, WorkerError) else None
+                is_of_user = isinstance(error, WorkflowError)  # its worker is sound
+                death = error if isinstance(error, WorkerError) and not is_of_user else None
         raise AssertionError("unreachable")
 
     async def _replace(self, pool: Replaceable, death: WorkerError) -> None:

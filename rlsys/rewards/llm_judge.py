@@ -12,9 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import orjson
-from openai import APIConnectionError, AsyncOpenAI, InternalServerError, OpenAIError, RateLimitError
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 
-from rlsys.errors import CannotScore, EndpointDown
+from rlsys.errors import BUSY, CannotScore, EndpointDown
 from rlsys.rewards.reward_registry import JUDGE_TIMEOUT_S
 from rlsys.types import Prompt
 from rlsys.util.printing import encodable
@@ -67,7 +67,7 @@ class LlmJudge:
     api_key_env: str | None = None
     """Environment variable with the API key; None: the server needs no key."""
     timeout_s: float = JUDGE_TIMEOUT_S
-    """Deadline of one request, seconds; at most `reward.timeout_s`."""
+    """Deadline of a request with its retries, seconds; less than `reward.timeout_s`."""
     retries: int = 3
     """Retries of a failed request."""
     cache: str | None = None
@@ -125,13 +125,20 @@ class LlmJudge:
     async def _reply(self, asked: str) -> str:
         client = _client(self, asyncio.get_running_loop())
         try:
-            done = await client.chat.completions.create(
-                model=self.model, messages=[{"role": "user", "content": asked}], temperature=0
-            )
-        except (APIConnectionError, InternalServerError, RateLimitError) as error:
+            async with asyncio.timeout(self.timeout_s):
+                done = await client.chat.completions.create(
+                    model=self.model, messages=[{"role": "user", "content": asked}], temperature=0
+                )
+        except TimeoutError as error:
+            raise EndpointDown(self.base_url, f"no answer within {self.timeout_s:g} s") from error
+        except APIConnectionError as error:
             cause = f" ({error.__cause__})" if error.__cause__ else ""
-            detail = f"asked {self.retries + 1} times: {error}{cause}"
-            raise EndpointDown(self.base_url, detail, is_busy=isinstance(error, RateLimitError)) from error
+            raise EndpointDown(self.base_url, f"asked {self.retries + 1} times: {error}{cause}") from error
+        except APIStatusError as error:
+            is_busy = error.status_code in BUSY
+            if not is_busy and error.status_code < 500:
+                raise CannotScore(f"no reply from {self.base_url}: {error}") from error
+            raise EndpointDown(self.base_url, f"asked {self.retries + 1} times: {error}", is_busy=is_busy) from error
         except OpenAIError as error:
             raise CannotScore(f"no reply from {self.base_url}: {error}") from error
         return encodable((done.choices[0].message.content if done.choices else None) or "")

@@ -27,7 +27,7 @@ class ReadyMade(NamedTuple):
 
 
 JUDGE = "llm_judge"
-JUDGE_TIMEOUT_S = 60.0
+JUDGE_TIMEOUT_S = 50.0
 """Default deadline of a request of `llm_judge`, seconds."""
 SERVER = "http"
 SERVER_TIMEOUT_S = 30.0

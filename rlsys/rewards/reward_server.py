@@ -53,7 +53,7 @@ class RewardServer:
     api_key_env: str | None = None
     """Environment variable with a key, sent as `Authorization: Bearer KEY`; None: the server needs no key."""
     timeout_s: float = SERVER_TIMEOUT_S
-    """Deadline of one request, seconds; at most `reward.timeout_s`."""
+    """Deadline of a request with its retries, seconds; less than `reward.timeout_s`."""
     retries: int = 3
     """Retries of a failed request."""
 
@@ -87,7 +87,11 @@ class RewardServer:
                 "completions": [text if isinstance(text, str) else text[0]["content"] for text in completions],
             }
         )
-        reply = await self._answer(body)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                reply = await self._answer(body)
+        except TimeoutError as error:
+            raise EndpointDown(self.url, f"no answer within {self.timeout_s:g} s") from error
         if not isinstance(reply, dict) or "rewards" not in reply:
             raise CannotScore(f"{self.url} answered {_value_excerpt(reply)}, which has no `rewards`")
         return reply["rewards"]
@@ -97,7 +101,7 @@ class RewardServer:
         headers = {"Content-Type": "application/json"}
         if self.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
-        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(self.timeout_s)) as client:
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None)) as client:
             attempt = 0
             while True:
                 try:
@@ -114,8 +118,8 @@ class RewardServer:
         try:
             async with client.post(self.url, data=body, allow_redirects=False) as response:
                 text = await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise _TryAgain(str(error) or f"no answer within {self.timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise _TryAgain(str(error)) from error
         if response.status in (408, 429) or response.status >= 500:
             after_s = _seconds(response.headers.get("Retry-After"))
             is_busy = response.status in BUSY

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import EndpointDown
-from rlsys.loop.endpoints import LONGEST_WAIT_S
-from rlsys.monitoring.events import EndpointFailed, EndpointRecovered, GroupDropped
+from rlsys.loop.endpoints import LONGEST_WAIT_S, Endpoints
+from rlsys.monitoring.events import EndpointFailed, EndpointRecovered, Events, GroupDropped
 from rlsys.testing import EventRecorder, FakeWorld, run_virtual
 from rlsys.testing.world_state import Spans, three_tokens
 from rlsys.types import Assignment, Episode, Group, Score, Task
@@ -108,3 +108,39 @@ def test_the_error_crosses_process_borders(is_busy: bool):
     error = pickle.loads(pickle.dumps(EndpointDown(URL, "HTTP 429", is_busy=is_busy)))
     assert (error.endpoint, error.detail, error.is_busy) == (URL, "HTTP 429", is_busy)
     assert str(error) == f"{URL} does not answer: HTTP 429"
+
+
+def test_others_go_on_while_the_group_that_asked_again_plays(tmp_path: Path):
+    """The server is back when the first group asks again, and that group plays for ten minutes."""
+    server, done_s = Server(0.0, 20.0), []
+
+    async def play(assignment: Assignment, index: int, spans: Spans, worker: str) -> Episode:
+        server.check()
+        if not done_s and assignment.group_id == 0:
+            await asyncio.sleep(600.0)
+        done_s.append(asyncio.get_running_loop().time())
+        return await three_tokens(assignment, index, spans, worker)
+
+    recorder = EventRecorder()
+    driver = driver_on(FakeWorld(play=play), tmp_path, max_staleness=2, window=9, recorder=recorder)
+    assert run_virtual(driver.run(0)) == 6
+    assert len(recorder.of(EndpointRecovered)) == 1
+    assert recorder.of(EndpointRecovered)[0].seconds < 20.0 + 2 * LONGEST_WAIT_S + 5.0
+
+
+def test_an_outage_that_nobody_waits_for_any_more_is_forgotten():
+    async def scenario() -> list[str]:
+        recorder = EventRecorder()
+        endpoints = Endpoints(Events([recorder]), 3)
+
+        async def away() -> None:
+            raise EndpointDown(URL, "refused")
+
+        for _ in range(2):
+            waiting = asyncio.create_task(endpoints.persist(away, "kind"))
+            await asyncio.sleep(10.0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        return [event.endpoint for event in recorder.of(EndpointFailed)]
+
+    assert run_virtual(scenario()) == [URL, URL], "the second outage is told too"

@@ -13,12 +13,13 @@ import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
 import ray
 from ray._private.worker import global_worker
+from ray.exceptions import RayError
 
 from rlsys.errors import ClusterLost, full_text
 from rlsys.util.printing import print_note
@@ -188,7 +189,17 @@ class ClusterWatch:
             os.close(process)
 
     def _is_declared_dead(self) -> bool:
-        return any(node["NodeID"] == self.node_id and not node["Alive"] for node in ray.nodes())
+        """Ask the head, in a thread that may hang with it; False without an answer within `ANSWER_S`."""
+        found: list[bool] = []
+
+        def look() -> None:
+            with suppress(RayError, OSError):  # it may be ending now
+                found.append(any(n["NodeID"] == self.node_id and not n["Alive"] for n in ray.nodes()))
+
+        thread = threading.Thread(target=look, name="cluster-look", daemon=True)
+        thread.start()
+        thread.join(ANSWER_S)
+        return any(found)
 
     def _head_answers(self) -> bool:
         try:

@@ -77,6 +77,8 @@ class ReplicaWeights:
         self._acknowledged: dict[PolicyVersion, Acknowledged] = {}
         self._change: asyncio.Task[None] | None = None
         """The weight change under way. No caller that is cancelled ends it."""
+        self._verification: asyncio.Task[None] | None = None
+        """The newest verification of loaded weights."""
         self._gate_open = True
         self.failure: WorkerError | None = None
         """The failure that closed the gate for good."""
@@ -161,6 +163,8 @@ class ReplicaWeights:
 
     async def _change_to(self, puller: Puller, version: PolicyVersion) -> None:
         """Change to `version` or newer."""
+        if self._verification is not None:  # it reads what would change
+            await asyncio.wait([self._verification])
         if not self._gate_open:
             detail = f"an earlier weight change failed, restart the replica: {self.failure}"
             raise WeightsMismatch(self.name, "starting a group", detail)
@@ -181,8 +185,8 @@ class ReplicaWeights:
         Raises `WeightsMismatch`; then the replica is stopped, as after a change that failed.
         """
         if self._change is None and self._manifest is not None and self._gate_open:
-            self._change = asyncio.create_task(self._verify_loaded(self._manifest))
-            await asyncio.shield(self._change)
+            self._verification = asyncio.create_task(self._verify_loaded(self._manifest))
+            await self._verification
 
     async def _verify_loaded(self, manifest: Manifest) -> None:
         try:
@@ -192,8 +196,6 @@ class ReplicaWeights:
             await self.stop(error)
             self._on_loss(error)
             raise
-        finally:
-            self._change = None
 
     def forget_acknowledged(self, used: Collection[PolicyVersion]) -> None:
         """Forget acknowledgements of old versions, except those `used`."""

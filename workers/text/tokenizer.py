@@ -152,7 +152,8 @@ class TextTokenizer:
 
     def _start_ids(self) -> tuple[int, ...]:
         """Tokens that the tokenizer puts before a text, such as `<s>`; those that it puts after one are left out."""
-        mark = next(filter(self._can_encode, (_MARK, *self.tokenizer.get_vocab())), "")
+        words = sorted({*self.tokenizer.get_vocab()} - {*self.tokenizer.all_special_tokens})
+        mark = next(filter(self._can_encode, (_MARK, *words)), "")
         whole = self._backend.encode(mark, add_special_tokens=True).ids
         text = self._backend.encode(mark, add_special_tokens=False).ids
         starts = (at for at in range(len(whole) - len(text) + 1) if whole[at : at + len(text)] == text)

@@ -85,8 +85,8 @@ async def mcp_toolbox(
     A command gets `variables` in its environment, besides `PATH`, `HOME` and the like. A URL gets `api_key` as a bearer
     token.
 
-    Raises `ConfigError` for an empty command. If the server cannot be reached or disconnects, raises `EndpointDown` for
-    a URL, `ToolError` for a command.
+    Raises `ConfigError` for an empty command. If the server cannot be reached, raises `EndpointDown` for a URL and
+    `ToolError` for a command. If it disconnects later, raises `ToolError`.
     """
     mcp = needs("mcp", "mcp")
     where: Any = server
@@ -147,10 +147,10 @@ def _tool(client: Any, server: str, offered: Any, timeout_s: float, max_chars: i
         try:
             result = await client.call_tool(offered.name, arguments)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
-            raise _gone(server, error) from error
+            raise ToolError(f"the MCP server {server!r} is gone") from error
         except needs("mcp.shared.exceptions", "mcp").MCPError as error:
             if error.code == types.CONNECTION_CLOSED:
-                raise _gone(server, error) from error
+                raise ToolError(f"the MCP server {server!r} is gone: {error}") from error
             raise
         text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
         if result.is_error:

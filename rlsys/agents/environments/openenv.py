@@ -91,14 +91,20 @@ class OpenEnv(Environment):
             await self._connection.close()
 
     async def _request_data(self, what: str, data: Mapping[str, Json]) -> dict[str, Any]:
-        """Send a message, and return the data of the answer. Raises `EndpointDown` if the connection is lost,
-        `ToolError` for an answer of another form, `_Refused` for an invalid action."""
+        """Send a message, and return the data of the answer.
+
+        If the connection is lost, raises `EndpointDown` for a reset, and `ToolError` for a step, which may have caused
+        it. Raises `ToolError` for an answer of another form, `_Refused` for an invalid action.
+        """
         try:
             await self._connection.send(json.dumps({"type": what, "data": data}))
             answer = STRICT_JSON.decode(await self._connection.recv(decode=True))
             kind, given = answer["type"], dict(answer["data"])
         except self._errors as error:
-            raise EndpointDown(self._url, f"no answer to {what!r}: {type(error).__name__}: {error}") from error
+            problem = f"no answer to {what!r}: {type(error).__name__}: {error}"
+            if what == "step":
+                raise ToolError(f"{self._url} gave {problem}") from error
+            raise EndpointDown(self._url, problem) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ToolError(f"{self._url} gave no answer to {what!r}: {type(error).__name__}: {error}") from error
         if kind != "error":

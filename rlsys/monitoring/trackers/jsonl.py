@@ -106,7 +106,6 @@ class _Lines:
             if self._file is not None and self._is_elsewhere(self._file):
                 self._drop_file()
                 self._was_replaced = True
-                self._waiting[:0], self._begun = self._begun, b""
             if self._file is None:
                 self._file = self._open()
             while self._waiting:
@@ -124,7 +123,9 @@ class _Lines:
     def _open(self) -> FileIO:
         """Open the file; what waits begins a line of its own, unless its begin is in the file."""
         file = self._opens(self._path)
-        if file.tell() and not self._begun:
+        if not file.tell():  # a new one, or made empty: the line begins in it
+            self._waiting[:0], self._begun = self._begun, b""
+        elif not self._begun and not self._waiting.startswith(b"\n"):
             file.seek(-1, SEEK_END)
             if file.read(1) != b"\n":  # a killed run or a full disk left an incomplete line
                 self._waiting[:0] = b"\n"

@@ -46,3 +46,9 @@ def test_keys_of_policies_and_of_sections_are_answered_together_with_other_probl
     assert "policies.a.train.num_gpus: no such key: set `resources.actor.gpus`" in told[0]
     assert "rollout.kv_cache: no such key: set `rollout.weight_change: inflight_recompute`" in told[1]
     assert "train.lr: input should be greater than 0" in told[2]
+
+
+def test_a_number_in_place_of_a_section_is_an_unknown_key(tmp_path):
+    (tmp_path / "job.yaml").write_text("run: {steps: 5}\n2: 3\n")
+    with pytest.raises(ConfigError, match="keys should be strings"):
+        Config.load(tmp_path / "job.yaml")

@@ -116,7 +116,7 @@ def test_a_malformed_reward_fn_is_answered_with_the_right_form() -> None:
 def test_a_judge_that_may_outlast_its_call_is_refused() -> None:
     remedy = "raise it, or lower `timeout_s` in the args of 'llm_judge'"
     judge = "reward.fn=[{{fn: llm_judge, args: {{base_url: http://x/v1, model: m{}}}}}]"
-    assert refusal(judge.format("")) == [f"reward.timeout_s: is 10, and llm_judge waits 60 s for one request: {remedy}"]
+    assert refusal(judge.format("")) == [f"reward.timeout_s: is 10, and llm_judge waits 50 s for one request: {remedy}"]
     assert refusal(judge.format(", timeout_s: 20")) == [
         f"reward.timeout_s: is 10, and llm_judge waits 20 s for one request: {remedy}"
     ]

@@ -6,6 +6,7 @@ import pytest
 
 from rlsys.config.run_sections import LimitsSection
 from rlsys.errors import (
+    CollectiveFailed,
     ConfigError,
     DeadlineExceeded,
     NothingToTrain,
@@ -81,7 +82,7 @@ def test_a_workflow_that_raises_is_attempted_again_and_then_dropped():
 def test_too_large_a_share_of_failed_groups_ends_the_run(error):
     message = f"21 of the last 100 groups failed or were too long, more than limits.failed_share 0.2; the last: {error}"
     assert aborted(error, 3, recent(20, 60)) == message
-    assert POLICY.decide(error, 3, recent(20, 100)), "the oldest failures are over"
+    assert POLICY.decide(error, 3, recent(20, 99)), "the oldest failures are over"
 
 
 @pytest.mark.parametrize("error", [*TASK, WORKFLOW], ids=name)
@@ -117,3 +118,20 @@ def test_groups_without_advantages_are_dropped_up_to_the_limit():
 )
 def test_errors_that_need_a_person_end_the_run_at_once(error, message):
     assert aborted(error, 1) == message
+
+
+def test_a_share_of_one_is_never_exceeded():
+    tolerant = FailurePolicy(LimitsSection(failed_share=1.0))
+    groups = recent(0, 1)
+    for _ in range(300):
+        assert tolerant.decide(TASK[1], 3, groups) == "failed"
+        groups.add(is_failed=True)
+
+
+def test_deaths_of_ranks_end_the_run_after_as_many_as_allowed_and_collectives_after_two():
+    death, collective = (kind("actor-1", "training a step", "x") for kind in (WorkerDied, CollectiveFailed))
+    for failures in ([death], [death, death], [collective], [death, collective], [collective, death]):
+        POLICY.check_replaceable(failures)
+    for failures in ([death] * 3, [collective] * 2, [collective, death, collective]):
+        with pytest.raises(RunAborted, match="actor-1 while training a step: x"):
+            POLICY.check_replaceable(failures)

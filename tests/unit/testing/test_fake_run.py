@@ -101,6 +101,7 @@ def test_a_task_whose_workflow_raises_every_time_is_dropped(tmp_path: Path) -> N
     dropped = run.recorder.of(GroupDropped)
     assert {(event.task_id, event.reason) for event in dropped} == {(ADDS[0].id, "failed")}
     assert "ConnectionError: refused" in dropped[0].detail
+    assert not run.recorder.of(WorkerFailed), "the worker that played it is sound"
     assert run.metrics[-1]["async/dropped"] == len(dropped)
 
 
