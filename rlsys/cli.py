@@ -218,7 +218,6 @@ def dashboard(
     served = Dashboard(folder, listener)
     if fd is not None:
         served.serve_beside(sys.stdin.buffer)
-        return
     typer.echo(listener.url)
     served.serve()
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -75,8 +76,9 @@ class Dashboard:
         """End `serve`, from any thread."""
         self._server.should_exit = True
 
-    def serve_beside(self, pipe: BinaryIO) -> None:
-        """Serve as the child of a run, at low priority, until the run ends in any way, which closes `pipe`."""
+    def serve_beside(self, pipe: BinaryIO) -> NoReturn:
+        """Serve as the child of a run, at low priority, until the run ends in any way, which closes `pipe`. Then end this
+        process at once: its interpreter might wait for ever for a thread that is in an index."""
 
         def wait() -> None:
             pipe.read()
@@ -86,6 +88,9 @@ class Dashboard:
         self._indexes.want(self._folder, inf)
         threading.Thread(target=wait, daemon=True).start()
         self.serve()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class _Server(uvicorn.Server):
