@@ -77,8 +77,10 @@ class Dashboard:
         self._server.should_exit = True
 
     def serve_beside(self, pipe: BinaryIO) -> NoReturn:
-        """Serve as the child of a run, at low priority, until the run ends in any way, which closes `pipe`. Then end this
-        process at once: its interpreter might wait for ever for a thread that is in an index."""
+        """Serve as the child of a run, at low priority, until the run ends in any way, which closes `pipe`.
+
+        Then this process ends at once: its interpreter might wait for ever for a thread that is in an index.
+        """
 
         def wait() -> None:
             pipe.read()
