@@ -85,6 +85,7 @@ def part_of(job: Job, ranks: RankGroup) -> tuple[VersionPart, np.ndarray, dict[s
     return part, memory, backend.full_weights(torch.bfloat16)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [MeshSection(shard=4), MeshSection(shard=2, tensor=2, expert=2)], ids=str)
 def test_ranks_publish_each_buffer_once_in_its_own_dtype(
     mesh: MeshSection, four_ranks: JoinedRanks, tmp_path: Path

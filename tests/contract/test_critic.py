@@ -109,7 +109,7 @@ def do(job: Job, ranks: RankGroup) -> list[dict[str, float]]:
     return metrics
 
 
-@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("how", first_by_day(["full", "selective"]))
 def test_checkpointing_changes_no_bit_of_a_critic(
     how: ActivationCheckpointing, model_path: str, tmp_path: Path
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_bit_for_bit(
     assert differing(saved, everything_in(b)) == differing(saved, everything_in(c)) == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", first_by_day([2, 1]))
 def test_in_bfloat16_head_and_values_are_float32(
     num_ranks: int, model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:

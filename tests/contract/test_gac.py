@@ -15,6 +15,7 @@ from rlsys.errors import CheckpointError
 from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.stabilizer import CHUNK
 from rlsys.types import Distribution
+from tests.by_day import first_by_day
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
 from workers.train.optimizer import squared_norms
@@ -96,7 +97,7 @@ def test_observing_changes_no_bit_of_training(model_path: str, tmp_path: Path) -
         assert len(b) - len(a) == 8
 
 
-@pytest.mark.parametrize("where", ["gradient", "update"])
+@pytest.mark.parametrize("where", first_by_day(["update", "gradient"]))
 def test_two_ranks_train_as_one_does(where: str, model_path: str, two_ranks: JoinedRanks, tmp_path: Path) -> None:
     config = replace(ON, where=where)
     one = trained(model_path, config, 3, None, tmp_path / "one", RankGroup())
@@ -107,6 +108,7 @@ def test_two_ranks_train_as_one_does(where: str, model_path: str, two_ranks: Joi
         assert [b[name] for name in gac] == pytest.approx([a[name] for name in gac], rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_resuming_on_any_number_of_ranks_continues_the_calibration(
     model_path: str, two_ranks: JoinedRanks, tmp_path: Path
 ) -> None:

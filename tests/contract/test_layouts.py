@@ -147,7 +147,7 @@ def one(model_path: str) -> Outcome:
     return do(Job(model_path=model_path), RankGroup())
 
 
-@pytest.mark.parametrize("mesh", [*TWO, *FOUR], ids=str)
+@pytest.mark.parametrize("mesh", first_by_day([*TWO, *FOUR], 5), ids=str)
 def test_a_layout_arrives_at_the_weights_of_one_rank(
     mesh: MeshSection, model_path: str, one: Outcome, two_ranks: JoinedRanks, four_ranks: JoinedRanks
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_layout_arrives_at_the_weights_of_one_rank(
 
 @pytest.mark.parametrize(
     "savings",
-    [MemorySavings("selective", "update"), MemorySavings("full", offload=True)],
+    first_by_day([MemorySavings("selective", "update"), MemorySavings("full", offload=True)]),
     ids=["gathered", "offloaded"],
 )
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_experts_are_split_over_ranks_of_one_copy(sizes: dict[str, int]) -> None
         MeshSection(**sizes)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO(), PPO(), KTO()], ids=["grpo", "ppo", "kto"])
+@pytest.mark.parametrize("algorithm", first_by_day([GRPO(), PPO(), KTO()]), ids=["grpo", "ppo", "kto"])
 @pytest.mark.parametrize("seed", first_by_day(range(3)))
 def test_any_layout_of_random_trees_trains_as_one_rank_that_shares_nothing(
     algorithm: Algorithm, seed: int, model_path: str, two_ranks: JoinedRanks, four_ranks: JoinedRanks
@@ -285,7 +285,9 @@ def test_any_layout_of_random_trees_trains_as_one_rank_that_shares_nothing(
 )
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [("qwen3", MeshSection(context=2, tensor=2)), ("qwen3_moe", MeshSection(shard=2, tensor=2, expert=4))],
+    first_by_day(
+        [("qwen3_moe", MeshSection(shard=2, tensor=2, expert=4)), ("qwen3", MeshSection(context=2, tensor=2))]
+    ),
 )
 def test_bfloat16_computes_alike_in_split_layers(
     family: str, mesh: MeshSection, savings: MemorySavings, four_ranks: JoinedRanks, tmp_path: Path

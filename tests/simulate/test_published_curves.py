@@ -28,6 +28,7 @@ def test_areal_throughput_is_within_15_percent_of_the_paper():
     assert synchronous.step_s == pytest.approx(41.0 * 3600 / 250, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_laminar_beats_colocated_training_and_repacking_adds_to_it():
     """The paper: 2.56x on average, up to 5.48x, over synchronous colocated training; repacking +26 % of generation."""
     synchronous = Simulation(

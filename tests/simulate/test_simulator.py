@@ -196,6 +196,7 @@ def test_overlap_hides_the_shorter_of_sampling_and_training():
     assert run_ahead.step_s < 0.7 * sync.step_s
 
 
+@pytest.mark.nightly
 def test_throughput_is_best_at_the_split_that_llamarl_derives():
     """arXiv:2505.24034: theta* = m_t eta_t / (m_t eta_t + m_g eta_g), the trainer's share, m * eta in GPU-seconds a
     sample. Here a step of decoding costs time in proportion to its requests, so eta_g does not depend on the batch."""
@@ -214,6 +215,7 @@ def test_throughput_is_best_at_the_split_that_llamarl_derives():
     assert max(found.values()) == pytest.approx(40 * 400 / (train_s + sample_s), rel=0.1)
 
 
+@pytest.mark.nightly
 def test_agentmath_gains_come_in_its_order():
     """arXiv:2512.20745: a step takes 1 with synchronous batches of tool calls, 0.6 with asynchronous requests, 0.32
     with partial rollouts too, 0.22 with prefix-aware routing as well.
@@ -248,6 +250,7 @@ def test_agentmath_gains_come_in_its_order():
     assert prefix.report.cached_share > 0.6 > 0.3 > partial.report.cached_share
 
 
+@pytest.mark.nightly
 def test_decoupled_rollouts_keep_environments_busier_than_coupled_ones():
     """arXiv:2509.23866: the same pool of environments is at work 12.2 % of the time under batches of rollouts that wait
     for each other and for the trainer, 67.7 % if each rollout is scheduled by itself and workers change weights one by

@@ -27,6 +27,7 @@ from rlsys.sandbox import confinement as confined
 from rlsys.sandbox import python_sandbox as sandbox
 from rlsys.sandbox.program_usage import StoredFiles, WrittenBytes, num_threads
 from rlsys.sandbox.python_sandbox import ProgramLimits, PythonResult, python_tool, run_python
+from tests.by_day import first_by_day
 from tests.processes import is_gone, requires_bubblewrap
 
 FAST = ProgramLimits(wall_s=20, cpu_s=5, memory_mb=256)
@@ -548,7 +549,7 @@ def test_threads_without_end_are_killed_long_before_the_deadline():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("setarch") is None, reason="no setarch, which shows programs another machine")
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("is_apart", first_by_day([True, False]))
 def test_without_seccomp_a_child_does_not_stretch_the_deadline(has_bubblewrap: bool, is_apart: bool):
     code = f"""
 import asyncio, time

@@ -11,6 +11,7 @@ from rlsys.config import Config
 from rlsys.launch.device_defaults import filled_keys, with_device_defaults
 from rlsys.launch.fitting import memory_plan
 from rlsys.launch.run_folder import write_run_dir
+from tests.by_day import first_by_day
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def test_a_model_stored_in_bfloat16_computes_in_it_if_all_its_workers_have_gpus(
     assert filled(PLANNED / "qwen2.5-0.5b", 80 * GB, *ON_GPUS)[0] == "model.dtype=float32"  # says no type
 
 
-@pytest.mark.parametrize(("memory", "engine"), [(16, "local"), (40, "local"), (24, "vllm")])
+@pytest.mark.parametrize(("memory", "engine"), first_by_day([(24, "vllm"), (16, "local"), (40, "local")]))
 def test_slots_and_tokens_are_the_most_that_fit(model: Path, memory: int, engine: str):
     given = config_of(model, *ON_GPUS, f"rollout.engine={engine}")
     config = with_device_defaults(given, memory * GB)

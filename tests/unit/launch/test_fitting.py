@@ -12,6 +12,7 @@ from rlsys.config.memory_plan import gigabytes
 from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
 from rlsys.launch.preflight import check_rows
+from tests.by_day import first_by_day
 
 pytestmark = pytest.mark.slow
 
@@ -83,19 +84,21 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused_without_weights():
 
 @pytest.mark.parametrize(
     ("overrides", "advice"),
-    [
-        (["train.mesh.shard=4"], "train.activation_checkpointing=selective"),
-        (["rollout.replicas=6"], "train.activation_checkpointing=selective rollout.replicas=3"),
-        (
-            [
-                "model.dtype=float32",
-                "train.mesh.shard=4",
-                "data.max_prompt_tokens=8192",
-                "train.micro_batch_tokens=16384",
-            ],
-            None,
-        ),
-    ],
+    first_by_day(
+        [
+            (["train.mesh.shard=4"], "train.activation_checkpointing=selective"),
+            (["rollout.replicas=6"], "train.activation_checkpointing=selective rollout.replicas=3"),
+            (
+                [
+                    "model.dtype=float32",
+                    "train.mesh.shard=4",
+                    "data.max_prompt_tokens=8192",
+                    "train.micro_batch_tokens=16384",
+                ],
+                None,
+            ),
+        ]
+    ),
 )
 def test_the_advice_fits_when_it_is_taken(overrides: list[str], advice: str | None):
     planned = plan(*overrides)

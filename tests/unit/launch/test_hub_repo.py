@@ -60,6 +60,7 @@ def test_an_export_is_pushed_to_a_new_private_repository(hub: HubServer, model: 
     assert hub.repos["me/sums"].files == {**CONTENTS, "config.json": b'{"a": 1}'}
 
 
+@pytest.mark.nightly
 def test_a_repository_is_public_only_on_request(hub: HubServer, model: Path):
     hub.repos["me/sums"] = Repo(is_private=False)
     status, told = push(hub.url, "me/sums", model)
