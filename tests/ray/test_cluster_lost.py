@@ -91,6 +91,7 @@ def test_a_lost_cluster_is_named_and_the_run_resumes(
         assert command.end().code == 0
 
 
+@pytest.mark.nightly
 def test_a_loss_under_a_blocked_call_ends_the_process():
     with Command(sys.executable, "-c", BLOCKED) as command:
         ended = command.end()

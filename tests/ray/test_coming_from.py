@@ -157,6 +157,7 @@ def row(number: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "text", "rewards", "parts"),
     [

@@ -96,6 +96,7 @@ def test_a_rank_killed_inside_a_collective_is_replaced(run: Callable[..., tuple[
     assert hash_of(recorder, back.version) == hash_of(recorder, back.restored)
 
 
+@pytest.mark.nightly
 def test_a_collective_that_fails_without_a_dead_rank_is_taken_for_a_death(
     run: Callable[..., tuple[int, EventRecorder]], tmp_path: Path
 ):

@@ -120,6 +120,7 @@ def test_an_evaluation_whose_judge_fails_keeps_the_reasons(history: History, dat
     assert {"this judge is broken" in row["reason"] for row in samples_of(run, "judged@1")} == {True}
 
 
+@pytest.mark.nightly
 def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data_path: Path, tmp_path: Path):
     job = job_in(tmp_path, model_path, data_path)
     with job.train(ENDLESS, "train.groups_per_step=64", "rollout.max_new_tokens=48") as command:

@@ -22,6 +22,7 @@ from workers.worker_set import WorkerSet
 TASK = Task(id="t", prompt="312>", answer="123")
 
 
+@pytest.mark.nightly
 def test_groups_of_a_dead_only_replica_run_on_its_successor(cluster, model_path, data_path, tmp_path):
     crew = WorkerSet.of(config_of(model_path, data_path, tmp_path))
     rollouts, recovered = crew.rollouts, []

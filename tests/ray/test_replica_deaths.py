@@ -181,6 +181,7 @@ def test_a_drained_replica_gives_its_requests_to_another(cluster):
     crew.played(scenario)
 
 
+@pytest.mark.nightly
 def test_a_blocked_session_worker_is_named_with_its_line_and_blocks_no_other(cluster, tmp_path):
     crew = Crew(1, Blocks(), group_s=9.0)
     line = f"{Path(Blocks.run.__code__.co_filename).name}:{Blocks.run.__code__.co_firstlineno + 3} in Blocks.run"
