@@ -21,6 +21,8 @@ from tests.damage import ODD_JSON, with_odd_value, with_other_bytes
 from tests.gateways import CALL, WEATHER, session_of, user
 from tests.processes import is_reset
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 
 REQUESTS_PER_CASE = 25

@@ -24,6 +24,8 @@ from tests.gateways import FailingPolicy, PickyPolicy
 from tests.openai_agents import PROGRAM
 from tests.processes import is_gone
 
+pytestmark = pytest.mark.slow
+
 TASK = Task(id="sum", prompt="2+3?", answer="five")
 ASKS = (sys.executable, "-I", "-S", "-c", PROGRAM, "{model}")
 

@@ -34,6 +34,8 @@ from rlsys.workflows.tool_use import ToolUse, move, opening_messages
 from tests.call_texts import write_calls
 from tests.groups import group
 
+pytestmark = pytest.mark.slow
+
 TASK = Task(id="t", prompt="the riddle", answer="42")
 HERE = "tests.unit.agents.test_ready_made_workflows"
 TRUNCATED = OutcomeKind.TRUNCATED

@@ -30,6 +30,8 @@ from rlsys.sandbox.python_sandbox import ProgramLimits, PythonResult, python_too
 from tests.by_day import first_by_day
 from tests.processes import is_gone, requires_bubblewrap
 
+pytestmark = pytest.mark.slow
+
 FAST = ProgramLimits(wall_s=20, cpu_s=5, memory_mb=256)
 FOREVER = "while True: pass"
 FOR_A_MINUTE = f"60.{os.getpid()}"

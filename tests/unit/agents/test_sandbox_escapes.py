@@ -25,6 +25,8 @@ from rlsys.sandbox import bubblewrap, confinement
 from rlsys.sandbox.python_sandbox import ProgramLimits, run_python
 from tests.processes import requires_bubblewrap
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"

@@ -17,6 +17,8 @@ from rlsys.errors import ConfigError, DataError, ModelError
 from rlsys.launch import with_device_defaults
 from tests.histories import small_run
 
+pytestmark = pytest.mark.slow
+
 RLSYS = Path(sys.executable).with_name("rlsys")
 HEAVY = ("torch", "ray", "transformers", "numpy", "datasets")
 

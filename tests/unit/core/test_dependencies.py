@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 
 from rlsys.launch.doctor import normalise_name
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"rlsys", "workers", "algorithms", "examples", "benchmarks", "tests", "_typeshed"}

@@ -8,6 +8,8 @@ import pytest
 import rlsys
 import rlsys.testing
 
+pytestmark = pytest.mark.slow
+
 NAMES = [
     "Agent", "Aggregation", "Algorithm", "Column", "Config", "Environment", "GradientDecision", "LossInputs",
     "LossOutput", "RlsysError", "Run", "Session", "Stabilizer", "StabilizerPlugin", "Step",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import road
+
+pytestmark = pytest.mark.slow
 
 ROAD = {"Permit", "InFlightGroup", "Assignment", "LiveGroup", "Group", "TrainedGroup", "RolloutRecord"}
 MOST_METHODS = 16

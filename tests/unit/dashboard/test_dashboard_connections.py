@@ -16,6 +16,8 @@ from tests.dashboards import served
 from tests.histories import small_run
 from tests.processes import is_reset
 
+pytestmark = pytest.mark.slow
+
 HASTY = ConnectionLimits(most=3, request_s=0.3, idle_s=1, answer_s=0.3)
 REQUEST = b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 

@@ -16,6 +16,8 @@ from rlsys.dashboard.query.queries import MOST_OPENED, Readings
 from rlsys.dashboard.query.run_preview import Glimpse
 from tests.histories import History, Shape, small_run
 
+pytestmark = pytest.mark.slow
+
 
 class Vanishing(RunFolder):
     """One whose files are deleted between being found and being read."""

@@ -29,6 +29,8 @@ from rlsys.monitoring.events import StepDone
 from tests.dashboards import served
 from tests.histories import History, Shape, small_run
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "0123456789abcdef"
 WITH_TOKEN = {"RLSYS_DASHBOARD_TOKEN": TOKEN}
 

@@ -24,6 +24,8 @@ from rlsys.replay.rollout_parquet import read_records
 from tests.histories import History, Shape, small_run
 from tests.rollouts import damage, lines_of, write_lines
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)></pre></style>\"'><svg onload=alert(3)>&lt;\u202e\0"
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "main", "section", "article", "h1", "h2", "h3", "h4", "p", "b",

@@ -28,6 +28,8 @@ from tests.histories import BEGIN_S, History, Shape, small_run
 from tests.rollouts import damage, rollouts, write_lines
 from tests.rollouts import lines_of as groups_in
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:

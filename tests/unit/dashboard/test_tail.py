@@ -20,6 +20,8 @@ from rlsys.monitoring.events import AlertRaised, EvalDone, Events, GroupDropped,
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from tests.histories import History, Shape, small_run
 
+pytestmark = pytest.mark.slow
+
 
 def tailed(run: Path, *, once: bool = False) -> list[str]:
     """Its lines; whoever waits for more than there is fails."""

@@ -19,6 +19,8 @@ from rlsys.data.inspection import ColumnReport, Inspection, Lengths, TemplateRep
 from rlsys.errors import DataError, ModelError
 from rlsys.launch import inspect_data
 
+pytestmark = pytest.mark.slow
+
 PLAIN = """\
 {% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<end>{% endfor %}
 {%- if add_generation_prompt %}<a>{% endif %}"""

@@ -11,6 +11,8 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.launch.reward_trial import try_rewards
 
+pytestmark = pytest.mark.slow
+
 BY_LENGTH = "def judge(completion, answer):\n    return {'score': len(completion), 'right': completion == answer}\n"
 
 
@@ -60,4 +62,4 @@ def test_servers_and_rewards_of_workflows_are_not_tried(tmp_path: Path):
     raises = "def judge(completion): raise RuntimeError('called')\n"
     assert try_rewards(config_of(tmp_path, raises, "rollout.workflow=lead_subagents")) == []
     server = "reward.fn=[{fn: http, args: {url: 'http://127.0.0.1:1'}}]"
-    assert try_rewards(config_of(tmp_path, raises, server, "reward.timeout_s=30")) == []
+    assert try_rewards(config_of(tmp_path, raises, server, "reward.timeout_s=31")) == []

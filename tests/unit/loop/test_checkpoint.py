@@ -31,6 +31,8 @@ from rlsys.loop.checkpoint import (
 )
 from rlsys.loop.task_ledger import LedgerState, TaskDraw
 
+pytestmark = pytest.mark.slow
+
 PARTS = ["actor/weights.bin", "actor/optimizer.bin", "groups.jsonl", "driver.json", "manifest.json"]
 
 

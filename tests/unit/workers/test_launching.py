@@ -26,6 +26,8 @@ from workers.ray.cluster import Resources
 from workers.rollout.rollout_worker import RolloutSpec
 from workers.worker_set import _replica_spec, _replicas, _rollout_spec, plays_beside_engines
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True, kw_only=True)
 class Patient(RewardAsAdvantage):

@@ -13,6 +13,8 @@ import pytest
 from workers.ray import fork_client
 from workers.ray.cluster import NO_MATHS, Resources, fork_environment
 
+pytestmark = pytest.mark.slow
+
 TOLD = """
 import os, sys
 import torch

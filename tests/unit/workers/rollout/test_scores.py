@@ -14,6 +14,8 @@ from tests.replicas import assignment, own_tokens, played, scripted, worker_of
 from workers.reward.replica_rewards import ReplicaRewards
 from workers.reward.reward_worker import RewardWorker
 
+pytestmark = pytest.mark.slow
+
 SIX = RewardSpec(f"{__name__}:is_of_six", "six")
 
 

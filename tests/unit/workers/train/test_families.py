@@ -14,6 +14,8 @@ from tests.models import VOCAB, random_prompt, random_sample
 from tests.unit.workers.train.test_scoring import gradients, plain
 from workers.model.logprobs import trained_logprobs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_equals_plain_forwards(family: str) -> None:

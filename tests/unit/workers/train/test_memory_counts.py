@@ -20,6 +20,8 @@ from workers.model.decoder_layers import checkpoint_layers
 from workers.model.logprobs import trained_logprobs
 from workers.model.memory_counts import CountedModel, stabilizer_bytes
 
+pytestmark = pytest.mark.slow
+
 PUBLISHED = Path(__file__).parents[4] / "docs" / "plan"
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -17,6 +17,8 @@ from tests.trees import trees
 from workers.model.attention_kernels import MAX_SCORES, attend, attend_backward
 from workers.model.row_attention import AttentionRow, block_pairs, row_attention
 
+pytestmark = pytest.mark.slow
+
 
 def masked(
     query: Tensor, key: Tensor, value: Tensor, is_seen_RR: Tensor, softcap: float | None, sinks_H: Tensor | None
