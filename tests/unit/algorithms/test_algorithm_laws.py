@@ -30,8 +30,6 @@ from tests.groups import group
 from tests.tokens import F64, OneRank, column
 from workers.train.step_data import check_skipped
 
-pytestmark = pytest.mark.slow
-
 DEFAULTS: dict[str, Algorithm] = {name: ALGORITHMS.find(name)() for name in ALGORITHMS.entry_points()}
 FAMILY = {name: algorithm for name, algorithm in DEFAULTS.items() if isinstance(algorithm, PolicyGradient)}
 MASKS = (Geometric(low=0.5, high=2.0), OffPolicyMask(delta=0.1))
