@@ -142,7 +142,7 @@ class RewardSection(Section):
     timeout_s: Seconds = 10.0
     """Deadline of one call of the functions, seconds. A call that exceeds it is killed, and its episode fails. A group
     is first scored in one call within this time. If that takes longer, its episodes are scored one by one, and so are
-    those of later groups until all episodes of a group are in time. At least the `timeout_s` of `llm_judge` and
+    those of later groups until all episodes of a group are in time. More than the `timeout_s` of `llm_judge` and
     `http`."""
     workers: CountFrom0 = 1
     """Ray actors that score in parallel. 0: each replica scores its own groups, in a killable process beside it, which

@@ -67,8 +67,8 @@ class Endpoints:
     async def _ask_again(self, outage: _Outage, attempt_once: Callable[[], Awaitable[T]]) -> T:
         """Wait for the turn to ask, and for the pause; ask at once if the server has answered meanwhile.
 
-        An attempt that has not failed after `LONGEST_WAIT_S` counts as an answer, and holds nobody up: it may play a
-        whole group.
+        An attempt that has not failed after `LONGEST_WAIT_S` counts as an answer, and the others go on: the attempt may
+        play a whole group.
         """
         outage.num_waiting += 1
         attempt: asyncio.Future[T] | None = None
@@ -107,7 +107,7 @@ class Endpoints:
         self._forget(outage)
 
     def _leave(self, outage: _Outage) -> None:
-        """Forget an outage that nobody else waits for: nobody will ask the server again."""
+        """Forget an outage that no other work waits for, because the server will not be asked again."""
         if outage.num_waiting == 1:
             self._forget(outage)
 

@@ -106,7 +106,7 @@ async def mcp_toolbox(
                 offered = await _list_tools(client)
         except Exception as error:
             cause = first_of(error) if isinstance(error, BaseExceptionGroup) else error
-            raise _gone(server, cause) from error
+            raise _error_of(server, cause) from error
         raised = None
         try:
             yield Toolbox(*(_tool(client, server, each, timeout_s, max_chars) for each in offered))
@@ -116,7 +116,7 @@ async def mcp_toolbox(
         raise raised
 
 
-def _gone(server: str, cause: BaseException) -> EndpointDown | ToolError:
+def _error_of(server: str, cause: BaseException) -> EndpointDown | ToolError:
     """Error of a server that does not answer; a server at a URL is waited for, unless its answer is an error."""
     types = needs("mcp.types", "mcp")
     is_answer = isinstance(cause, needs("mcp.shared.exceptions", "mcp").MCPError)
