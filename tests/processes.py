@@ -13,7 +13,6 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-import psutil
 import pytest
 
 SLOW_IMPORTS = ["tests.training", "tests.families", "examples.sort.prepare", "workers.rollout.rollout_pool"]
@@ -57,24 +56,6 @@ def requires_bubblewrap() -> bool:
     if shutil.which("bwrap") is None:
         pytest.skip("no bwrap; the package bubblewrap has it")
     return True
-
-
-def workers_of(kind: str) -> list[psutil.Process]:
-    """Processes of Ray workers of this class that this process started, oldest first."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            title = " ".join(process.cmdline())
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        if title.startswith(f"ray::{kind}"):
-            found.append(process)
-    return sorted(found, key=psutil.Process.create_time)
-
-
-def kill_worker(kind: str) -> None:
-    """Kill the youngest process of a Ray worker of this class that this process started."""
-    workers_of(kind)[-1].kill()
 
 
 def run_module(name: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:

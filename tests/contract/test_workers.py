@@ -22,7 +22,7 @@ from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWor
 from rlsys.types import Assignment, Group, GroupKey, Task, Turn
 from tests.groups import num_ok, report_of
 from tests.jobs import config_of
-from tests.processes import kill_worker
+from tests.ray_workers import kill_for_good, kill_worker
 from workers.ray.fault_tolerant_pool import Pool
 from workers.reward.reward_worker import RewardPool
 from workers.worker_set import WorkerSet
@@ -91,13 +91,6 @@ def fakes(runner: asyncio.Runner) -> Kit:
     )
 
 
-def killer(pool: Pool) -> Callable[[], None]:
-    def kill() -> None:
-        pool.members[0].worker.kill()
-
-    return kill
-
-
 @pytest.fixture(scope="module")
 def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     overrides = ["rollout.replicas=2", "eval.every=1", f"eval.data={data_path}"]
@@ -110,9 +103,9 @@ def on_ray(cluster, model_path: Path, data_path: Path, tmp_path_factory: pytest.
             runner,
             crew.workers(),
             GRPO(group_size=SIZE),
-            killer(crew.rollouts),
-            killer(crew.rewards),
-            killer(pinned),
+            partial(kill_for_good, crew.rollouts),
+            partial(kill_for_good, crew.rewards),
+            partial(kill_for_good, pinned),
             partial(kill_worker, "ActorRank"),
         )
         runner.run(crew.close())

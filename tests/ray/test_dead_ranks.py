@@ -19,7 +19,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Event, Events, RolledBack, WeightsPublished, WorkerFailed, WorkerRestarted
 from rlsys.testing import EventRecorder
 from tests.jobs import config_of
-from tests.processes import kill_worker
+from tests.ray_workers import kill_worker
 from workers.ray import vitals
 from workers.worker_set import WorkerSet
 

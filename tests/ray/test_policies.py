@@ -15,6 +15,7 @@ from rlsys.errors import WorkerDied
 from rlsys.replay.rollout_parquet import read_records
 from rlsys.types import Assignment, Episode, GroupKey, Task
 from tests.jobs import config_of
+from tests.ray_workers import kill_for_good
 from workers.worker_set import WorkerSet
 
 POLICIES = "policies={first: {}, second: {train: {groups_per_step: 2, lr: 1e-2}}, third: {train: null}}"
@@ -90,7 +91,7 @@ def test_groups_of_several_policies_survive_a_dead_replica(cluster, model_path, 
         await crew.ready()
         for line in crew.lines.values():
             await line.actor.publish(0)
-        rollouts.members[0].worker.kill()
+        kill_for_good(rollouts)
         ends = await asyncio.gather(*(group(group_id) for group_id in range(4)))
         await recovered.wait()
         ends.append(await group(4))

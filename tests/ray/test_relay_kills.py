@@ -17,7 +17,7 @@ from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import Event, Events, GroupDropped, StepDone, WeightsPublished
 from rlsys.testing import EventRecorder
 from tests.jobs import config_of
-from tests.processes import workers_of
+from tests.ray_workers import workers_of
 from workers.worker_set import WorkerSet
 
 if TYPE_CHECKING:

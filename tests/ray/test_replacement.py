@@ -14,7 +14,7 @@ import pytest
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.types import POLICY, Assignment, Group, GroupKey, Task
 from tests.jobs import config_of
-from tests.processes import workers_of
+from tests.ray_workers import kill_for_good, workers_of
 from workers.ray.cluster import NO_MATHS, Resources, log_folder
 from workers.ray.worker_process import Remote, start
 from workers.worker_set import WorkerSet
@@ -41,7 +41,7 @@ def test_groups_of_a_dead_only_replica_run_on_its_successor(cluster, model_path,
     async def main() -> list[tuple[Group, ...]]:
         await crew.ready()
         await crew.lines[POLICY].actor.publish(0)
-        rollouts.members[0].worker.kill()
+        kill_for_good(rollouts)
         ends = await asyncio.gather(*(group(group_id) for group_id in range(5)))
         await crew.close()
         return ends
