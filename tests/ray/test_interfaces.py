@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from transformers import AutoModelForCausalLM
@@ -128,6 +129,24 @@ def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data
         command.interrupt()
         assert command.end().code == 130
         wait_until(lambda: not command.processes())
+
+
+@pytest.mark.nightly
+def test_ctrl_c_while_a_rank_is_frozen_ends_in_time(model_path: Path, data_path: Path, tmp_path: Path):
+    job = job_in(tmp_path, model_path, data_path)
+    with job.train(ENDLESS, "train.mesh.shard=2", "checkpoint.every=2", "limits.silence_s=6") as command:
+        command.wait_until(lambda: len(job.steps) > 4)
+        *_, rank = (p for p in map(psutil.Process, command.processes()) if p.name().startswith("ray::ActorRank"))
+        rank.suspend()
+        began = time.monotonic()
+        command.interrupt()
+        ended = command.end()
+        assert time.monotonic() - began < 90, "30 s for the step, 40 s until the silence is noticed"
+        wait_until(lambda: not command.processes())
+    assert ended.code == 130, ended.stderr
+    assert f"step {job.saved} is saved; go on with run.resume=auto" in ended.stderr
+    with job.train(job.saved + 1, "run.resume=must") as command:
+        assert command.end().code == 0
 
 
 @pytest.mark.nightly
