@@ -82,14 +82,22 @@ class Bench:
 
 def gemma(*, seed: int = 0) -> PreTrainedModel:
     """Sliding windows of 8 tokens in every other layer, and soft caps."""
-    model = tiny("gemma2", vocab_size=NUM_VOCAB)
+    return changed(tiny("gemma2", vocab_size=NUM_VOCAB), seed)
+
+
+def mixture(*, seed: int = 0) -> PreTrainedModel:
+    """A model with experts."""
+    return changed(tiny("qwen3_moe", vocab_size=NUM_VOCAB), seed)
+
+
+def changed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data += 0.1 * seed * torch.randn(parameter.shape, generator=generator)
     return model
 
 
-@pytest.fixture(scope="module", params=first_by_day([qwen, gemma, llama], 2))
+@pytest.fixture(scope="module", params=first_by_day([qwen, gemma, mixture, llama], 3))
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
 

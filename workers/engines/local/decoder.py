@@ -1,10 +1,11 @@
 """Continuous batching over a Hugging Face causal LM, without threads: admit jobs, step, release ended jobs.
 
 Law: **a job's tokens and logprobs do not depend on the other jobs in its batch**, bit for bit in float32 on the CPU.
-(With experts it holds to rounding: how many rows an expert computes depends on the batch.)
 Sums of floats depend on their order, and kernels choose the order by shape. Every row has the same order if the rows of
-a matrix product come in multiples of 16 and attention sees keys in multiples of 32: forwards are padded to these sizes.
-(Fewer than four rows take another code path, eight do on some processors, and so does the tail of an activation.)
+a matrix product come in multiples of 16 and attention sees keys in multiples of 32: forwards are padded to these sizes,
+and the rows of each expert.
+(Fewer than four rows take another code path, eight do on some processors, and so does the tail of an activation. A
+layer with a single output, as Qwen 2 MoE's gate of its shared expert, still takes its order from the batch.)
 Attention of one query also sums in another order than attention of many. So the keys and values of a prompt come from
 one forward over it. Those of sampled tokens come from rows of one query each: one step at a time, or many rows at once
 for a request that began elsewhere. A prompt that goes on a dialogue is computed likewise: its replies in rows of one
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from rlsys.routing.requests import Completion
 from rlsys.types import PolicyVersion
+from workers.engines.local.padded_experts import ROW_MULTIPLE, pad_experts
 from workers.engines.local.prefix_store import PrefixStore, StoredPrefix, pieces_of
 from workers.engines.local.slot_cache import SLOT_ATTENTION, SlotCache, SlotMasks
 from workers.engines.stepping import EngineJob
@@ -39,7 +41,6 @@ from workers.model.token_distribution import cut_off
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROW_MULTIPLE = 16
 KEY_MULTIPLE = 32
 PREFIX_SHARE = 0.25
 """Memory for prefixes of dialogues that go on, over that of the slots."""
@@ -68,6 +69,7 @@ class Decoder:
         self.jobs: list[EngineJob] = []
         self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
         model.set_attn_implementation(SLOT_ATTENTION)
+        pad_experts(model)
         self._num_rows = _up(num_slots, ROW_MULTIPLE)
         self._num_keys = _up(max_context, KEY_MULTIPLE)
         self._cache = SlotCache(self._num_rows, self._num_keys)
