@@ -8,10 +8,11 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Policies
-from algorithms.fields import RULES, Fraction
+from algorithms.fields import RULES
 from algorithms.policy_gradient import PolicyGradient
 from rlsys.algorithm import LossOutput, TrajectoryAdvantage
 from rlsys.types import Group
+from rlsys.util.number_ranges import Fraction
 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)

@@ -12,8 +12,6 @@ from pydantic import ConfigDict, Field
 
 RULES = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-"""From 0 to 1, both included."""
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 """At least 0 and less than 1."""
 AtLeastOne = Annotated[float, Field(ge=1)]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from algorithms.fields import RULES, Fraction
+from algorithms.fields import RULES
 from rlsys.errors import CheckpointError
 from rlsys.stabilizer import GradientDecision, StabilizerPlugin, Updates, inner_product
+from rlsys.util.number_ranges import Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,11 +19,12 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Policies, Tis, apply_corrections, carries_ratio, problems_of
-from algorithms.fields import RULES, Fraction, Over, ShareBelowOne
+from algorithms.fields import RULES, Over, ShareBelowOne
 from algorithms.kl import Estimator, kl_term
 from rlsys.algorithm import Aggregation, Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
 from rlsys.types import Group, OutcomeKind, TrajectoryMeta
 from rlsys.util.deviation import deviation
+from rlsys.util.number_ranges import Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from algorithms.fields import RULES, Fraction
+from algorithms.fields import RULES
 from algorithms.kl import penalised_rewards
 from algorithms.policy_gradient import ClippedSurrogate, PolicyGradient, rewarded_peers
 from algorithms.sample_math import gae
 from rlsys.algorithm import Column, LossInputs, LossOutput, TokenAdvantages, TrajectoryAdvantage
 from rlsys.types import Group, PolicyVersion
+from rlsys.util.number_ranges import Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
