@@ -69,7 +69,7 @@ from benchmarks.measure import (
     train_command,
 )
 from rlsys.agents.workflow import SingleTurn
-from rlsys.loop.checkpoint import find_latest, read_state
+from rlsys.loop.checkpoint import find_intact, find_latest, read_state
 
 CPUS = 10
 """CPUs of all nodes together, besides one for each rank of actor and critic."""
@@ -231,7 +231,7 @@ class Chaos:
         code, seconds = self.run.end(getattr(signal, name), LIMIT_S)
         self.answered_s.append(seconds)
         if code != EXIT_CODES[name] or seconds > PAUSE_S:
-            self.broken.append(f"{name}: exit code {code} after {seconds:.1f} s")
+            self.broken.append(f"{name}: exit code {code} after {seconds:.1f} s:\n{self.run.console[-2000:]}")
 
     def _kill_driver(self) -> None:
         self.run.end(signal.SIGKILL, LIMIT_S)
@@ -315,7 +315,7 @@ class Chaos:
 
     def check(self) -> None:
         """Add what the events and the newest checkpoint show to be broken."""
-        newest = find_latest(self.run.folder / "checkpoints")
+        newest, _ = find_intact(self.run.folder / "checkpoints")
         assert newest is not None
         state = read_state(newest)
         pending = set(state.ledger.pending)
