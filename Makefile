@@ -10,7 +10,8 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 UV := $(PY) requirements/uv.py
-UV_VERSION := 0.13.9
+# Only files that the lock has the hash of, and only wheels: no package runs code while it is installed.
+INSTALL := $(UV) pip install --quiet --compile-bytecode --no-deps --require-hashes --no-build -r
 
 .PHONY: setup setup-dev demo demo-llm check test nightly lint types imports unit ray-and-pages all-else lock
 .DELETE_ON_ERROR:
@@ -71,19 +72,19 @@ imports:
 unit:
 	$(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder tests/unit -m "not slow and not nightly"
 
-$(VENV)/.uv: Makefile
+$(VENV)/.uv: requirements/installer.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "rlsys needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." >&2; \
 	  echo "Install one (for instance: apt install python3.11 python3.11-venv) and name it: make PYTHON=python3.11 ..." >&2; \
 	  exit 1; }
 	@echo "set-up: environment in $(VENV)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check uv==$(UV_VERSION)
+	@$(PY) -m pip install -qq --disable-pip-version-check --require-hashes --only-binary :all: -r $<
 	@touch $@
 
 $(VENV)/.locked: requirements/cpu.lock | $(VENV)/.uv
 	@echo "set-up: $$(grep -c == $<) packages from $<" >&2
-	@$(UV) pip install --quiet --compile-bytecode --no-deps -r $<
+	@$(INSTALL) $<
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.locked
@@ -92,12 +93,14 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.locked
 
 $(VENV)/.installed-dev: requirements/dev.lock $(VENV)/.installed
 	@echo "set-up: $$(grep -c == $<) packages from $<" >&2
-	@$(UV) pip install --quiet --compile-bytecode --no-deps -r $<
+	@$(INSTALL) $<
 	@touch $@
 
-COMPILE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-emit-find-links --no-emit-index-url \
-  --custom-compile-command "make lock" --override requirements/cpu-overrides.txt
+COMPILE = $(UV) pip compile --quiet --generate-hashes --python-version 3.11 --no-annotate --no-emit-find-links \
+  --no-emit-index-url --custom-compile-command "make lock"
+OVERRIDES := --override requirements/cpu-overrides.txt
 
 lock: $(VENV)/.uv
-	$(COMPILE) requirements/cpu.in -o requirements/cpu.lock
-	$(COMPILE) --override requirements/cpu.lock requirements/dev.in -o requirements/dev.lock
+	$(COMPILE) requirements/installer.in -o requirements/installer.lock
+	$(COMPILE) $(OVERRIDES) requirements/cpu.in -o requirements/cpu.lock
+	$(COMPILE) $(OVERRIDES) --override requirements/cpu.lock requirements/dev.in -o requirements/dev.lock

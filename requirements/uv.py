@@ -1,8 +1,9 @@
 """Run uv with the package sources that pip is configured with: `python requirements/uv.py pip install ...`.
 
 uv installs the lock ten times faster than pip but reads none of pip's settings. This passes them on, from pip's
-environment variables and files alike. Where pip knows no place of its own to look for packages, uv takes torch from the
-index that PyTorch publishes its CPU builds on, which uv knows by name.
+environment variables and files alike, with one source for each package. torch comes from the index that PyTorch
+publishes its CPU builds on, which uv knows by name, or from `find-links` where pip has them. All other packages come
+from one index, `index-url` or PyPI. pip's `extra-index-url` is left out: two indexes could offer the same package.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-LISTS = {"find-links": ("UV_FIND_LINKS", ","), "extra-index-url": ("UV_EXTRA_INDEX_URL", " ")}
 VALUES = {"index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE", "default-timeout": "UV_HTTP_TIMEOUT"}
 
 
@@ -30,15 +30,15 @@ def pip_settings(listing: str) -> dict[str, str]:
 
 
 def uv_variables(settings: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that tell uv the same."""
-    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: the best version over all indexes
-    for key, (name, separator) in LISTS.items():
-        if key in settings:
-            variables[name] = separator.join(settings[key].split())
-    variables |= {name: settings[key] for key, name in VALUES.items() if key in settings}
-    if not any(key in settings for key in LISTS):
-        variables["UV_TORCH_BACKEND"] = "cpu"
-    return variables
+    """The environment variables that give uv these settings.
+
+    >>> uv_variables({"find-links": "/wheels /more", "extra-index-url": "https://other"})
+    {'UV_FIND_LINKS': '/wheels,/more'}
+    """
+    variables = {name: settings[key] for key, name in VALUES.items() if key in settings}
+    if "find-links" in settings:
+        return variables | {"UV_FIND_LINKS": ",".join(settings["find-links"].split())}
+    return variables | {"UV_TORCH_BACKEND": "cpu"}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,11 +1,13 @@
 """Packaging: the lock against the packages' requirements, and the set-up's translation of pip's settings."""
 
+import re
 import runpy
 import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from rlsys.config.plugins import KINDS
@@ -70,16 +72,31 @@ def test_every_installed_plugin_loads_and_is_one_of_ours():
     assert found == {**ours, "tracker": {"rlsys", "workers"}}
 
 
+@pytest.mark.parametrize("name", ["cpu", "dev", "installer"])
+def test_every_package_of_a_lock_has_hashes(name: str):
+    text = (ROOT / "requirements" / f"{name}.lock").read_text().replace("\\\n", "")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert lines
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==\S+( +--hash=sha256:[0-9a-f]{64})+", line)] == []
+
+
+@pytest.mark.parametrize("name", ["Makefile", "deploy/Dockerfile.cpu"])
+def test_locks_are_installed_with_their_hashes_and_from_wheels_alone(name: str):
+    installs = [line for line in (ROOT / name).read_text().splitlines() if re.search(r"pip install .*-r\b", line)]
+    assert len(installs) == 2
+    for line in installs:
+        assert "--require-hashes" in line
+        assert "--no-build" in line or "--only-binary :all:" in line
+
+
 def test_pip_settings_reach_uv_and_the_environment_wins_over_files():
-    listing = (
-        ":env:.find-links='/wheels /more'\nglobal.extra-index-url='file:///a file:///b'\nglobal.find-links='/old'\n"
-    )
+    listing = ":env:.find-links='/wheels /more'\nglobal.index-url='https://a/simple'\nglobal.find-links='/old'\n"
     assert UV["uv_variables"](UV["pip_settings"](listing)) == {
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_DEFAULT_INDEX": "https://a/simple",
         "UV_FIND_LINKS": "/wheels,/more",
-        "UV_EXTRA_INDEX_URL": "file:///a file:///b",
     }
 
 
-def test_without_a_configured_index_torch_comes_from_the_cpu_index():
-    assert UV["uv_variables"](UV["pip_settings"]("global.timeout='60'\n"))["UV_TORCH_BACKEND"] == "cpu"
+def test_uv_looks_for_each_package_in_one_index():
+    listing = "global.extra-index-url='https://a https://b'\n"
+    assert UV["uv_variables"](UV["pip_settings"](listing)) == {"UV_TORCH_BACKEND": "cpu"}

@@ -178,12 +178,6 @@ def test_hadolint_finds_nothing_in_the_dockerfile():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_dockerfile_pins_the_uv_of_the_makefile():
-    version = re.search(r"UV_VERSION := (\S+)", (ROOT / "Makefile").read_text())
-    assert version
-    assert f"uv=={version[1]}" in (DEPLOY / "Dockerfile.cpu").read_text()
-
-
 @pytest.mark.parametrize("script", [SLURM, ROOT / ".ci" / "run"], ids=["slurm", "ci"])
 def test_shellcheck_finds_nothing_in_the_scripts(script: Path):
     done = subprocess.run([BIN / "shellcheck", script], capture_output=True, text=True, check=False)
