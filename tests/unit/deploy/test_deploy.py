@@ -173,6 +173,13 @@ def test_deployment_files_name_untested_parts_and_run_rlsys_train(name: str):
     assert re.search(r"rlsys( |:cpu )train", text)
 
 
+def test_the_dockerfile_names_images_only_by_digest():
+    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", (DEPLOY / "Dockerfile.cpu").read_text(), re.MULTILINE)
+    images = {image for image, _ in stages} - {name for _, name in stages}
+    assert images
+    assert [image for image in images if not re.fullmatch(r"[\w.:/-]+@sha256:[0-9a-f]{64}", image)] == []
+
+
 def test_hadolint_finds_nothing_in_the_dockerfile():
     done = subprocess.run([BIN / "hadolint", DEPLOY / "Dockerfile.cpu"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
