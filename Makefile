@@ -4,6 +4,7 @@
 # make nightly                    all that, and every test: variants of what others cover, benchmarks in their short form
 # make setup | setup-dev          the environment alone: to run, to develop
 # make lock                       the locks anew from requirements/*.in
+# make audit                      the locks against a database of vulnerabilities; `make nightly` does it too
 # make sbom                       sbom.cdx.json, the packages of this environment and machine
 # VENV=folder, PYTHON=python3.12  where the environment goes, what makes it
 
@@ -14,7 +15,7 @@ UV := $(PY) requirements/uv.py
 # Only files that the lock has the hash of, and only wheels: no package runs code while it is installed.
 INSTALL := $(UV) pip install --quiet --compile-bytecode --no-deps --require-hashes --no-build -r
 
-.PHONY: setup setup-dev demo demo-llm check test nightly lint types imports unit ray-and-pages all-else lock sbom
+.PHONY: setup setup-dev demo demo-llm check test nightly lint types imports unit ray-and-pages all-else lock audit sbom
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -37,7 +38,7 @@ test: setup-dev
 
 nightly: setup-dev
 	@$(TOGETHER) types lint imports
-	@$(TOGETHER) PROFILE=nightly DAILY= ray-and-pages all-else
+	@$(TOGETHER) PROFILE=nightly DAILY= ray-and-pages all-else audit
 
 # Hundreds of processes import the same modules: each would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -105,6 +106,9 @@ lock: $(VENV)/.uv
 	$(COMPILE) requirements/installer.in -o requirements/installer.lock
 	$(COMPILE) $(OVERRIDES) requirements/cpu.in -o requirements/cpu.lock
 	$(COMPILE) $(OVERRIDES) --override requirements/cpu.lock requirements/dev.in -o requirements/dev.lock
+
+audit: setup
+	$(PY) requirements/audit.py
 
 sbom: setup
 	$(PY) requirements/sbom.py > sbom.cdx.json
