@@ -48,6 +48,13 @@ CONTAINER = section(
         "image": TEXT,
         "resources": section({"limits": QUANTITIES, "requests": QUANTITIES}),
         "volumeMounts": many(section({"name": TEXT, "mountPath": {"type": "string", "pattern": "^/"}})),
+        "securityContext": section(
+            {
+                "allowPrivilegeEscalation": {"const": False},
+                "readOnlyRootFilesystem": {"const": True},
+                "capabilities": section({"drop": {"const": ["ALL"]}}),
+            }
+        ),
     }
 )
 VOLUME = section(
@@ -55,12 +62,28 @@ VOLUME = section(
     {
         "configMap": section({"name": TEXT}),
         "persistentVolumeClaim": section({"claimName": TEXT}),
-        "emptyDir": section({"medium": {"const": "Memory"}, "sizeLimit": TEXT}),
+        "emptyDir": section({}, {"medium": {"const": "Memory"}, "sizeLimit": TEXT}),
     },
 )
-USER = section({"runAsUser": COUNT, "runAsGroup": COUNT, "fsGroup": COUNT})
+USER = section(
+    {
+        "runAsNonRoot": {"const": True},
+        "runAsUser": COUNT,
+        "runAsGroup": COUNT,
+        "fsGroup": COUNT,
+        "seccompProfile": section({"type": {"const": "RuntimeDefault"}}),
+    }
+)
 LABELS = {"type": "object", "additionalProperties": TEXT, "minProperties": 1}
-POD_SPEC = section({"containers": many(CONTAINER), "volumes": many(VOLUME), "securityContext": USER})
+POD_SPEC = section(
+    {
+        "containers": many(CONTAINER),
+        "volumes": many(VOLUME),
+        "securityContext": USER,
+        "automountServiceAccountToken": {"const": False},
+    },
+    {"restartPolicy": {"const": "Never"}},
+)
 POD = section({"metadata": section({"labels": LABELS}), "spec": POD_SPEC})
 PARAMS = {"type": "object", "additionalProperties": TEXT}
 HEAD = section({"rayStartParams": PARAMS, "template": POD})
@@ -82,18 +105,20 @@ RAYJOB = section(
         "backoffLimit": COUNT,
         "shutdownAfterJobFinishes": {"const": True},
         "ttlSecondsAfterFinished": COUNT,
+        "submitterPodTemplate": section({"spec": POD_SPEC}),
         "rayClusterSpec": CLUSTER,
     }
 )
 SELECTOR = section({"matchLabels": LABELS})
-PORT = section({"protocol": {"const": "TCP"}, "port": COUNT})
-PEER = section({"podSelector": SELECTOR}, {"namespaceSelector": section({})})
+PORT = section({"protocol": {"enum": ["TCP", "UDP"]}, "port": COUNT})
+PEER = section({"podSelector": SELECTOR}, {"namespaceSelector": section({}, {"matchLabels": LABELS})})
 POLICY = section(
     {
         "podSelector": SELECTOR,
-        "policyTypes": {"const": ["Ingress"]},
-        "ingress": many(section({"from": many(PEER)}, {"ports": many(PORT)})),
-    }
+        "policyTypes": {"const": ["Ingress", "Egress"]},
+        "egress": many(section({"to": many(PEER)}, {"ports": many(PORT)})),
+    },
+    {"ingress": many(section({"from": many(PEER)}, {"ports": many(PORT)}))},
 )
 CLAIM = section({"accessModes": many(TEXT), "resources": section({"requests": section({"storage": TEXT})})})
 
@@ -108,10 +133,11 @@ MANIFEST = {
         document("v1", "ConfigMap", {"data": section({"job.yaml": TEXT})}),
         document("v1", "PersistentVolumeClaim", {"spec": CLAIM}),
         document("networking.k8s.io/v1", "NetworkPolicy", {"spec": POLICY}),
+        document("networking.k8s.io/v1", "NetworkPolicy", {"spec": POLICY}),
         document("ray.io/v1", "RayJob", {"spec": RAYJOB}),
     ],
     "items": False,
-    "minItems": 4,
+    "minItems": 5,
 }
 
 
@@ -120,17 +146,24 @@ def manifest() -> list[dict[str, Any]]:
     return list(YAML(typ="safe", pure=True).load_all((DEPLOY / "kuberay" / "rayjob.yaml").read_text()))
 
 
+def node_pods(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pods of the cluster's nodes."""
+    cluster = job["spec"]["rayClusterSpec"]
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
 def test_the_rayjob_manifest_matches_its_schema(manifest: list[dict[str, Any]]):
     assert [e.message for e in Draft202012Validator(MANIFEST).iter_errors(manifest)] == []
 
 
 def test_the_rayjob_mounts_its_volumes_and_runs_the_locked_ray(manifest: list[dict[str, Any]]):
-    config_map, claim, _, job = manifest
+    config_map, claim, *_, job = manifest
     cluster = job["spec"]["rayClusterSpec"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = group["template"]["spec"]
+    for pod in (job["spec"]["submitterPodTemplate"]["spec"], *node_pods(job)):
         volumes = {v["name"]: v for v in pod["volumes"]}
         assert {m["name"] for c in pod["containers"] for m in c["volumeMounts"]} == volumes.keys()
+    for pod in node_pods(job):
+        volumes = {v["name"]: v for v in pod["volumes"]}
         assert volumes["job"]["configMap"]["name"] == config_map["metadata"]["name"]
         assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert cluster["rayVersion"] == locked_versions((ROOT / "requirements" / "cpu.lock").read_text())["ray"]
@@ -139,7 +172,7 @@ def test_the_rayjob_mounts_its_volumes_and_runs_the_locked_ray(manifest: list[di
 def test_the_network_policy_exposes_only_the_dashboard_beyond_cluster_nodes(
     manifest: list[dict[str, Any]],
 ):
-    *_, policy, job = manifest
+    *_, policy, _, job = manifest
     nodes = policy["spec"]["podSelector"]
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
@@ -149,13 +182,35 @@ def test_the_network_policy_exposes_only_the_dashboard_beyond_cluster_nodes(
     assert [port["port"] for port in to_dashboard["ports"]] == [8265]
 
 
+def test_the_network_policies_let_nodes_reach_each_other_and_names_alone(manifest: list[dict[str, Any]]):
+    *_, policy, submitter, job = manifest
+    nodes = {"podSelector": policy["spec"]["podSelector"]}
+    among_nodes, names = policy["spec"]["egress"]
+    assert among_nodes == {"to": [nodes]}
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert submitter["spec"]["podSelector"] == {"matchLabels": {"job-name": job["metadata"]["name"]}}
+    assert submitter["spec"]["egress"] == [{"to": [nodes], "ports": [{"protocol": "TCP", "port": 8265}]}, names]
+    assert "ingress" not in submitter["spec"]
+
+
+def test_pods_can_write_only_to_their_volumes_as_the_user_of_the_image(manifest: list[dict[str, Any]]):
+    dockerfile = (DEPLOY / "Dockerfile.cpu").read_text()
+    user = re.search(r"useradd --create-home --uid (\d+) (\w+)", dockerfile)
+    assert user
+    job = manifest[-1]
+    for pod in (job["spec"]["submitterPodTemplate"]["spec"], *node_pods(job)):
+        assert pod["securityContext"]["runAsUser"] == int(user[1])
+        for container in pod["containers"]:
+            assert {"/tmp", f"/home/{user[2]}"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
 def test_the_job_inside_the_rayjob_is_a_valid_configuration(manifest: list[dict[str, Any]], tmp_path: Path):
     path = tmp_path / "job.yaml"
     path.write_text(manifest[0]["data"]["job.yaml"])
-    overrides = manifest[3]["spec"]["entrypoint"].split()[3:]
+    overrides = manifest[-1]["spec"]["entrypoint"].split()[3:]
     config = Config.load(path, overrides)
     assert config.run.resume == "auto"
-    mounts = manifest[3]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    mounts = node_pods(manifest[-1])[0]["containers"][0]["volumeMounts"]
     assert str(config.run.folder) in {m["mountPath"] for m in mounts}
 
 
