@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "requirements" / "audit.py"
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "requirements" / "audit.py"
 AUDIT = runpy.run_path(str(SCRIPT))
 
 VERSIONS = {"six": "1.17.0", "torch": "2.13.0+cpu"}
@@ -100,6 +102,15 @@ def test_an_acceptance_without_a_reason_is_refused():
 
 def test_the_accepted_vulnerabilities_of_this_repository_have_reasons():
     AUDIT["accepted_reasons"]((SCRIPT.parent / "accepted.txt").read_text())
+
+
+def test_the_nightly_check_audits_the_locks():
+    nightly, audit = (
+        subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        for target in ("nightly", "audit")
+    )
+    assert nightly[-1].endswith(" audit")
+    assert audit[-1].endswith(" requirements/audit.py")
 
 
 def test_answers_of_a_server_are_read():
