@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsys.errors import ConfigError, RlsysError, full_text
-from rlsys.util.printing import printable
+from rlsys.util.printing import print_note, print_result, printable
 
 if TYPE_CHECKING:
     from rlsys.config import Config
@@ -159,9 +159,9 @@ def export(
     from rlsys import launch
 
     if to_hub is not None:
-        _say(launch.push(run, to_hub, step, as_adapter=as_adapter, is_public=is_public))
+        print_result(launch.push(run, to_hub, step, as_adapter=as_adapter, is_public=is_public))
     elif to is not None:
-        _say(str(launch.export(run, to, step, as_adapter=as_adapter)))
+        print_result(str(launch.export(run, to, step, as_adapter=as_adapter)))
 
 
 @app.command()
@@ -236,7 +236,7 @@ def serve(
     """
     from rlsys import launch
 
-    launch.serve(target, host, port, _say, tuple(overrides or ()))
+    launch.serve(target, host, port, print_result, tuple(overrides or ()))
 
 
 @app.command()
@@ -348,7 +348,7 @@ def check(job: Job) -> None:
     typer.echo("the configuration is valid")
     for own in config.trained_policies.values() or [config]:
         if own.staleness_caution:
-            _say(f"caution: {own.staleness_caution}")
+            print_result(f"caution: {own.staleness_caution}")
 
 
 @config_app.command(context_settings=OVERRIDES)
@@ -362,7 +362,7 @@ def show(job: Job) -> None:
         config = launch.with_device_defaults(config)
     except ModelError as error:
         typer.echo(f"model.dtype, rollout.slots and train.micro_batch_tokens follow from the model: {error}", err=True)
-    _say(config.to_yaml().removesuffix("\n"))
+    print_result(config.to_yaml().removesuffix("\n"))
 
 
 @config_app.command()
@@ -378,7 +378,7 @@ def convert(path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of v
     """Print the configuration that a file of verl or TRL corresponds to, and what has no counterpart."""
     from rlsys.config.conversion import convert as converted
 
-    _say("\n".join(converted(path).lines()))
+    print_result("\n".join(converted(path).lines()))
 
 
 @data_app.command("inspect")
@@ -433,7 +433,7 @@ def try_workflow(
     _echo(tried.as_json(), tried.lines(), as_json=as_json)
     if not as_json:
         for sample in tried.samples:
-            _say(sample.heading)
+            print_result(sample.heading)
             for is_trained, text in sample.parts:
                 colour = typer.colors.GREEN if is_trained else typer.colors.BRIGHT_BLACK
                 label = "  trained " if is_trained else "  context "
@@ -452,7 +452,7 @@ def algorithms() -> None:
     ]
     names, kinds, places = (max(len(row[column]) for row in rows) for column in range(3))
     for name, kind, place, summary in rows:
-        _say(f"{name:<{names}}  {kind:<{kinds}}  {place:<{places}}  {summary}")
+        print_result(f"{name:<{names}}  {kind:<{kinds}}  {place:<{places}}  {summary}")
 
 
 def _summary(kind: PluginKind[Any], name: str) -> str:
@@ -480,7 +480,7 @@ def main() -> None:
     try:
         app()
     except RlsysError as error:
-        _say(f"rlsys: {full_text(error)}", err=True)
+        print_note(f"rlsys: {full_text(error)}")
         sys.exit(error.exit_code)
 
 
@@ -503,9 +503,9 @@ def _refuse_unknown_options(arguments: list[str]) -> None:
 
 def _echo(found: object, lines: Iterable[str], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(found))
+        print_result(json.dumps(found))
     else:
-        _say("\n".join(lines))
+        print_result("\n".join(lines))
 
 
 def _write(output: Path, text: str) -> None:
@@ -514,11 +514,7 @@ def _write(output: Path, text: str) -> None:
         output.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}; give another place with --output") from None
-    _say(str(output))
-
-
-def _say(text: str, *, err: bool = False) -> None:
-    typer.echo(printable(text), err=err)
+    print_result(str(output))
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:

@@ -59,15 +59,15 @@ class PluginKind(Generic[P]):
             if others:
                 claims = " and ".join(f"{point.value} of {_package(point)}" for point in (first, *others))
                 raise ConfigError(f"the {self.name} {name!r} is {claims}: uninstall one, or name it by `module:Name`")
-            return self._import_class(first.value)
+            return self._import_class(first.value, is_installed=True)
         if ":" in name:
             return self._import_class(name)
         remedy = nearest(name, points, f"installed: {', '.join(points) or 'none'}; or `module:Name`")
         raise ConfigError(f"no {self.name} is named {name!r}; {remedy}")
 
-    def _import_class(self, spec: str) -> type[P]:
+    def _import_class(self, spec: str, *, is_installed: bool = False) -> type[P]:
         try:
-            found = import_object(self.name, spec)
+            found = import_object(self.name, spec, is_installed=is_installed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if not (isinstance(found, type) and issubclass(found, self.base) and dataclasses.is_dataclass(found)):

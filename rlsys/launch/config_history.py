@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlsys.config import Config
-from rlsys.loop.checkpoint import CONFIG, STEP, step_of
+from rlsys.loop.checkpoint import STEP, step_of
 from rlsys.types import PolicyVersion
-from rlsys.util.files import write_atomically
+from rlsys.util.files import CONFIG, write_atomically
 from rlsys.util.leaves import leaves
 
 KEPT = "configs"

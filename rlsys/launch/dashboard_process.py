@@ -47,7 +47,7 @@ def _start_dashboard(config: Config, address: str) -> subprocess.Popen[bytes]:
     fd = listener.socket.fileno()
     with listener.socket, log.open("ab") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "rlsys.cli", "dashboard", str(config.run_dir), "--fd", str(fd)],
+            [sys.executable, "-P", "-m", "rlsys.cli", "dashboard", str(config.run_dir), "--fd", str(fd)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

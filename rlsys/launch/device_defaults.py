@@ -18,7 +18,7 @@ from rlsys.config.schema import ON_CPU_SLOTS
 from rlsys.config.server_section import ServerSection
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers
 from rlsys.launch.preflight import check_architectures
-from rlsys.loop.checkpoint import CONFIG
+from rlsys.util.files import CONFIG
 
 MOST_SLOTS = 256
 MOST_MICRO_BATCH_TOKENS = 2**15

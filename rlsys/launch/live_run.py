@@ -24,7 +24,7 @@ from rlsys.agents.workflow import SingleTurn
 from rlsys.config import Config
 from rlsys.config.loader import of_tree
 from rlsys.errors import DataError, Interrupted
-from rlsys.launch import preflight
+from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.notebook_chart import ChartSink, is_notebook
 from rlsys.launch.offline_commands import evaluate, export_once
 from rlsys.launch.train_run import Stopping, TrainResult, train_job
@@ -218,7 +218,7 @@ def generate(config: Config, prompts: Sequence[Prompt], *, seed: int = 0) -> lis
     """Return replies of the newest saved policy of a run, or of its initial model, to these prompts."""
     from workers.rollout.local_policies import live_policies
 
-    preflight.prepare_imports()
+    ensure_not_shadowed()
 
     checkpoint = find_latest(config.run_dir / "checkpoints")
     if checkpoint is not None:

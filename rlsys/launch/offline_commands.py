@@ -25,17 +25,10 @@ from rlsys.data.row_adapters import AS_FOUND, Columns
 from rlsys.errors import CheckpointError, ConfigError, first_of
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.config_history import changed_keys, path_at
+from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.hub_repo import HubRepo
 from rlsys.loop.build_driver import best_of, evaluator_of, shape_of
-from rlsys.loop.checkpoint import (
-    CONFIG,
-    model_problem_of,
-    newest_first,
-    read_failed,
-    read_state,
-    step_of,
-    write_manifest,
-)
+from rlsys.loop.checkpoint import model_problem_of, newest_first, read_failed, read_state, step_of, write_manifest
 from rlsys.loop.evaluation import EVALUATIONS, EvalMetrics, Evaluator, Record, recall_scores, result_path
 from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.monitoring.trackers.console import ConsoleSink
@@ -44,6 +37,7 @@ from rlsys.replay.rollout_json import RolloutRecord
 from rlsys.replay.run_history import RecordedSteps
 from rlsys.types import Task
 from rlsys.util.event_loops import run_to_end
+from rlsys.util.files import CONFIG
 
 if TYPE_CHECKING:
     from workers.train.fsdp import FsdpBackend
@@ -71,7 +65,7 @@ def evaluate(
     folder, see `measure_and_keep`, with the logs of the workers. Raises `ConfigError` or `DataError`, before anything
     starts, if there is no data set or one cannot be read.
     """
-    preflight.prepare_imports()
+    ensure_not_shadowed()
     run = Path(target)
     is_run = (run / CONFIG).is_file()
     keys = {"eval.samples": samples, "eval.temperature": temperature, "eval.limit": limit}
@@ -300,7 +294,7 @@ def replay(folder: Path) -> ReplayedStep:
     not a failed step, `CheckpointError` or `ModelError` if a checkpoint or model does not load.
     """
     failed = read_failed(folder)
-    preflight.prepare_imports()
+    ensure_not_shadowed()
     preflight.check_code(folder.parent.parent if folder.parent.name == "failed" else folder, folder / CONFIG)
     config = Config.load(folder / CONFIG)
     preflight.check_model(config)
@@ -321,7 +315,7 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
     """
     run_folder.check_is_run(run)
     recording = RecordedSteps.of(run, step)
-    preflight.prepare_imports()
+    ensure_not_shadowed()
     for path in dict.fromkeys(path_at(run, each) for each in (*recording.steps, step)):
         preflight.check_code(run, path)
     config, changed = Config.load(path_at(run, step)), changed_keys(run, recording.steps)
@@ -358,7 +352,7 @@ def inspect_data(
     """
     if model is None:
         return inspect(path, columns)
-    preflight.prepare_imports()
+    ensure_not_shadowed()
     from workers.text.tokenizer import TextTokenizer
 
     codec = TextTokenizer.load(model, (chat or ChatSection()).with_text())

@@ -17,9 +17,10 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.gateway.policy_server import Drawing, PolicyServer
 from rlsys.launch import preflight, run_folder
+from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.offline_commands import export_once
-from rlsys.loop.checkpoint import CONFIG
 from rlsys.types import POLICY
+from rlsys.util.files import CONFIG
 
 TOKEN_VARIABLE = "RLSYS_SERVE_TOKEN"
 _MIN_TOKEN = 16
@@ -40,7 +41,7 @@ def serve(target: str, host: str, port: int, tell: Callable[[str], object], over
 
 def config_to_serve(target: str, overrides: tuple[str, ...] = ()) -> tuple[Config, str]:
     """Configuration whose model is the policy, and the name to serve it under."""
-    preflight.prepare_imports()
+    ensure_not_shadowed()
     run = Path(target)
     if not (run / CONFIG).is_file():
         keys = ["run.steps=1", f"model.path={json.dumps(target)}", "data.path=none", "stabilizer=null", *overrides]

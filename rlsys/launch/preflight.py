@@ -28,7 +28,6 @@ from rlsys.launch.prompt_checks import check_prompts
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name
-from rlsys.util.importing import import_from_here
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,6 @@ class Data:
     train: Tasks
     eval: Mapping[str, Sequence[Task]]
     """Tasks by data set; empty if training has no evaluation."""
-
-
-def prepare_imports() -> None:
-    """Resolve `module:name` of a configuration in the current folder, as `python -m` does, in workers too."""
-    ensure_not_shadowed()
-    import_from_here()
 
 
 def check_code(run: Path, config: Path, overrides: Sequence[str] = ()) -> None:
@@ -126,7 +119,7 @@ def look_up(config: Config) -> Data:
 
     Raises the `RlsysError` that the run would end with.
     """
-    prepare_imports()
+    ensure_not_shadowed()
     for own in [config.of(name) for name in config.policies] or [config]:
         check_model(own)
         check_rows(own)
@@ -159,7 +152,7 @@ def with_steps(config: Config) -> Config:
     """
     if not config.run.epochs:
         return config
-    prepare_imports()
+    ensure_not_shadowed()
     tasks, per_step = sum(map(len, training_tasks(config).values())), config.train.groups_per_step
     tree = config.model_dump(mode="json")
     tree["run"] |= {"steps": math.ceil(config.run.epochs * tasks / per_step - 1e-9), "epochs": 0.0}

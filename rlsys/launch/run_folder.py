@@ -11,10 +11,10 @@ from pathlib import Path
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.config_history import keep_earlier
-from rlsys.loop.checkpoint import CONFIG, STEP, find_latest, newest_first, newest_whole, problem_of, step_of
+from rlsys.loop.checkpoint import STEP, find_latest, newest_first, newest_whole, problem_of, step_of
 from rlsys.loop.remote_checkpoints import RemoteCheckpoints
 from rlsys.monitoring.events import CheckpointSaved
-from rlsys.util.files import write_atomically
+from rlsys.util.files import CONFIG, write_atomically
 
 POLICIES = "policies"
 """Folder in the directory of a run of several policies, with a run directory for each trained policy."""

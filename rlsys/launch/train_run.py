@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
-from rlsys.errors import ClusterLost, ConfigError, Interrupted, full_text
+from rlsys.errors import ClusterLost, ConfigError, Interrupted, WorkerDied, full_text
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
+from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.run_lock import lock_run
 from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
@@ -156,7 +157,7 @@ def train_job(
 ) -> TrainResult:
     """Run one training job; see `rlsys.train`. `sinks` get the events of the run, `stopping` may end it earlier."""
     began = time.monotonic()
-    preflight.prepare_imports()
+    ensure_not_shadowed()
     config = with_device_defaults(preflight.with_steps(preflight.with_absolute_paths(config)))
     run_folder.check_run_dir(config)
     check_trackers(config)
@@ -348,11 +349,8 @@ class TrainingJob:
 
     async def train(self, data: preflight.Data, stops: Interruptible) -> None:
         """Start the workers, train, end them. Raises `Interrupted` if the user stopped any of it."""
-        from workers.worker_set import WorkerSet
-
-        workers, machines = WorkerSet.of(self.config), MachineMetrics(self.config.run_dir)
+        workers, machines = await self._start_workers(), MachineMetrics(self.config.run_dir)
         try:
-            await self._set_up(workers)
             machines.start()
             joint = Joint(workers.rollouts, workers.rewards) if self.config.policies else None
             drivers = self._drivers(workers, joint, data, machines)
@@ -391,6 +389,23 @@ class TrainingJob:
         for lost in filter(None, (driver.saver.lost for driver in drivers.values())):
             lost.add_note(self._interruption(drivers, reached))
             raise lost
+
+    async def _start_workers(self) -> WorkerSet:
+        """Start all workers. If one of them dies meanwhile, perhaps with its node, all are started once more."""
+        from workers.worker_set import WorkerSet
+
+        for is_last in (False, True):
+            workers = WorkerSet.of(self.config)
+            try:
+                await self._set_up(workers)
+            except BaseException as error:
+                await workers.close()
+                if is_last or not isinstance(error, WorkerDied):
+                    raise
+                self.events.emit(WorkerFailed(error.worker, error.phase, str(error)))
+            else:
+                break
+        return workers
 
     async def _set_up(self, workers: WorkerSet) -> None:
         """Return once all workers are set up; emit what happens to them in the background, from now on."""

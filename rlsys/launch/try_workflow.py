@@ -19,7 +19,8 @@ from rlsys.batch.samples import Sample, samples_of
 from rlsys.config import Config
 from rlsys.data.row_adapters import RowProblem, sniff, task_of
 from rlsys.errors import ConfigError, DataError
-from rlsys.launch.preflight import check_model, prepare_imports, training_tasks
+from rlsys.launch.doctor import ensure_not_shadowed
+from rlsys.launch.preflight import check_model, training_tasks
 from rlsys.rewards.reward_function import RewardInput, RewardSum
 from rlsys.types import POLICY, Episode, Json, Score, Task
 from rlsys.util.importing import import_object
@@ -119,7 +120,7 @@ def try_workflow(
     in the workflow raises `WorkflowError` with the messages until then. A task that the workflow cannot play raises the
     error of its `check`.
     """
-    prepare_imports()
+    ensure_not_shadowed()
     row = _task_of(config, task)
     rewards = RewardSum(config.reward_functions) if with_reward else None
     if with_reward and not config.reward_functions:

@@ -51,7 +51,7 @@ from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
 
 T = TypeVar("T")
-GROUPS, STATE, ACTOR, CRITIC, CONFIG = "groups.jsonl", "driver.json", "actor", "critic", "config.resolved.yaml"
+GROUPS, STATE, ACTOR, CRITIC = "groups.jsonl", "driver.json", "actor", "critic"
 MANIFEST = "manifest.json"
 """File names in the folders."""
 STEP = "step_{:06d}"

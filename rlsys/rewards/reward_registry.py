@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from rlsys.errors import ConfigError
+from rlsys.util.importing import import_from_here
 
 
 class ReadyMade(NamedTuple):
@@ -65,6 +66,7 @@ def find(spec: str) -> Callable[..., object]:
         close = difflib.get_close_matches(spec, BUILTIN, n=1)
         hint = f"did you mean `{close[0]}`? " if close else ""
         raise ConfigError(f"reward {spec!r}: {hint}give {', '.join(BUILTIN)}, `module:name` or `path/file.py:name`")
+    import_from_here()
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:

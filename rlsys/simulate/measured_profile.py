@@ -23,6 +23,7 @@ from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPubl
 from rlsys.replay.rollout_json import decoder_of
 from rlsys.replay.rollout_parquet import read_records, rollout_paths
 from rlsys.types import Episode
+from rlsys.util.files import CONFIG
 
 KINDS = {event.kind: event for event in (GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted)}
 """Events that tell something."""
@@ -106,7 +107,7 @@ def measured_profile(run: Path) -> str:
     Raises `ConfigError` for a folder that is no run, or a run of several policies; `DataError` if it recorded too
     little.
     """
-    path = run / "config.resolved.yaml"
+    path = run / CONFIG
     if not path.is_file():
         raise ConfigError(f"{run} is no run directory: it has no config.resolved.yaml")
     turns = Turns()

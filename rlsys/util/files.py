@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+CONFIG = "config.resolved.yaml"
+"""File in a run's folder with every key of its configuration."""
+
 
 def flush(folder: Path, files: Iterable[Path]) -> None:
     """Flush some files of a folder, and the folder's entry list, to disk. Ranks flush the files they write."""

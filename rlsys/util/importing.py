@@ -6,22 +6,30 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from rlsys.util.files import CONFIG
+
 
 def import_from_here() -> None:
-    """Make `module:name` resolve in the current folder, as `python -m` does."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    """Look modules up in the current folder too, after all others: for code that a user names, and for nothing else.
+
+    Not in a run's folder, nor below it: what lies there is data.
+    """
+    here = Path.cwd()
+    if str(here) not in sys.path and not any((folder / CONFIG).exists() for folder in (here, *here.parents)):
+        sys.path.append(str(here))
 
 
-def import_object(kind: str, spec: str) -> object:
+def import_object(kind: str, spec: str, *, is_installed: bool = False) -> object:
     """Return the object named by `module:name`, which should be a `kind`, e.g. `tool`.
 
-    Raises `ValueError` with the reason if it cannot be imported, for any exception in the module.
+    The current folder is searched last, and not for what is installed. Raises `ValueError` with the reason if it cannot
+    be imported, for any exception in the module.
     """
     module, _, name = spec.partition(":")
     if not (module and name):
         raise ValueError(f"{kind} {spec!r} is not of the form `module:name`")
-    import_from_here()
+    if not is_installed:
+        import_from_here()
     try:
         found = import_module(module)
     except (Exception, SystemExit) as error:  # an imported module of a user may raise anything

@@ -26,11 +26,21 @@ def encodable(text: str) -> str:
 
 def print_note(text: str) -> None:
     """Print a line on stderr. If stderr is closed or its disk is full, the line is lost, and the run goes on."""
+    _print("stderr", text)
+
+
+def print_result(text: str) -> None:
+    """Print lines on stdout, which are lost if nobody reads it: that does not change how a command ended."""
+    _print("stdout", text)
+
+
+def _print(name: str, text: str) -> None:
+    stream = getattr(sys, name)
     try:
-        sys.stderr.write(printable(text) + "\n")
-        sys.stderr.flush()
+        stream.write(printable(text) + "\n")
+        stream.flush()
     except (OSError, ValueError):
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (what it buffers would fail again at the end)
+        setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (what it buffers would fail again at the end)
 
 
 def _is_shown(c: str) -> bool:

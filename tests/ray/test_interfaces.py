@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,12 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from transformers import AutoModelForCausalLM
 
+from tests.planted_modules import plant, planted_that_ran
 from tests.ray.commands import ENDLESS, RLSYS, ROOT, SCRIPTS, Command, Ended, Job, job_in, rlsys, wait_until
+from tests.ray_workers import kill_worker, workers_of
 from workers.ray.cluster import free_port
 
 pytestmark = pytest.mark.timeout(400)
@@ -87,6 +89,19 @@ def test_a_run_is_exported_by_a_command(history: History, tmp_path: Path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() > 10_000
 
 
+@pytest.mark.nightly
+def test_commands_with_a_model_import_nothing_from_the_run_folder(history: History, data_path: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(history.job.run_dir, run, symlinks=True)
+    plant(run)
+    commands: list[tuple[str, ...]] = [
+        ("eval", ".", "--data", str(data_path), "reward.fn=exact"),
+        ("replay", ".", "--step", "1"),
+        ("export", ".", "--to", str(tmp_path / "model")),
+    ]
+    assert [planted_that_ran(run, command, tmp_path / "rlsys") for command in commands] == ["", "", ""]
+
+
 def samples_of(run: Path, dataset: str) -> list[dict[str, Any]]:
     asked = rlsys("query", run, f"select step, reason from samples where dataset = '{dataset}'", "--json")
     assert asked.code == 0, asked.stderr
@@ -132,12 +147,23 @@ def test_ctrl_c_twice_exits_at_once_and_leaves_no_process(model_path: Path, data
 
 
 @pytest.mark.nightly
+def test_a_worker_that_dies_at_the_start_is_started_again(model_path: Path, data_path: Path, tmp_path: Path):
+    job = job_in(tmp_path, model_path, data_path)
+    with job.train(2) as command:
+        command.wait_until(lambda: bool(workers_of("ActorRank")))
+        kill_worker("ActorRank")
+        assert command.end().code == 0
+    events = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
+    assert [e["worker"] for e in events if e["kind"] == "worker_failed"] == ["actor-0"]
+    assert job.steps == [1, 2]
+
+
+@pytest.mark.nightly
 def test_ctrl_c_while_a_rank_is_frozen_ends_in_time(model_path: Path, data_path: Path, tmp_path: Path):
     job = job_in(tmp_path, model_path, data_path)
     with job.train(ENDLESS, "train.mesh.shard=2", "checkpoint.every=2", "limits.silence_s=6") as command:
         command.wait_until(lambda: len(job.steps) > 4)
-        *_, rank = (p for p in map(psutil.Process, command.processes()) if p.name().startswith("ray::ActorRank"))
-        rank.suspend()
+        workers_of("ActorRank")[-1].suspend()
         began = time.monotonic()
         command.interrupt()
         ended = command.end()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
+from ray.job_config import JobConfig
 
 from rlsys.errors import ClusterError, ConfigError
 from rlsys.util.native_output import STDERR
@@ -106,7 +107,7 @@ class ForkServer:
             listener.bind(str(path))
             listener.listen(128)
             number = listener.fileno()
-            words = [sys.executable, "-m", fork_server.__name__, str(number)]
+            words = [sys.executable, "-P", "-m", fork_server.__name__, str(number)]
             env = _environment_of_forks(os.environ)
             # A process group of its own: Ctrl-C is not for it.
             process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=env, pass_fds=[number])
@@ -124,9 +125,14 @@ class ForkServer:
 
 
 def fork_environment(environment: Mapping[str, str], resources: Resources) -> dict[str, object]:
-    """Runtime environment of a worker: it is forked if it has no GPU and this process has started a server."""
-    if (path := os.environ.get(fork_client.SERVER)) is None or resources.num_gpus:
+    """Runtime environment of a worker: it is forked if it has no GPU and this process has started a server.
+
+    On this machine it does not search the current folder for modules, nor do its own processes.
+    """
+    if (path := os.environ.get(fork_client.SERVER)) is None:
         return {"env_vars": dict(environment)}
+    if resources.num_gpus:
+        return {"env_vars": dict(environment), "py_executable": shlex.join([sys.executable, "-P"])}
     client = shlex.join([sys.executable, "-I", "-S", fork_client.__file__])
     return {"env_vars": {**environment, fork_client.SERVER: path}, "py_executable": client}
 
@@ -177,7 +183,7 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     address = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray_worker.print_to_stdstream = _print_native
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "job_config": _JobOnOwnPath()}
     if address and address != "local":
         if address.startswith("ray://"):
             raise ConfigError(f"RAY_ADDRESS={address}: a driver must run inside the cluster: unset it, see the key ray")
@@ -218,6 +224,14 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     keeper.stdin.write("".join(f"{path}*\n" for path in left))
     keeper.stdin.flush()
     return Cluster(is_ours=True, keeper=keeper, forks=begun.forks)
+
+
+class _JobOnOwnPath(JobConfig):
+    """Job whose workers search modules as this process does, see `worker_process.start`. Without it, Ray puts the
+    current folder before all others, unless the job has a folder of its own."""
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
 
 
 def _start_keeper(mark: str) -> subprocess.Popen[str]:

@@ -103,7 +103,8 @@ def become_worker(client: socket.socket) -> None:
     program = sys.argv[is_module]
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = [path for path in sys.path if path and path not in named]
-    sys.path[:] = [fields["folder"] if is_module else os.path.dirname(program), *named, *own]  # noqa: PTH120
+    first = [] if is_module else [os.path.dirname(program)]  # noqa: PTH120
+    sys.path[:] = [*first, *named, *own]
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     threading.Thread(target=_end_with, args=(client,), name="client", daemon=True).start()

@@ -11,8 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index.run_files import inside
+from rlsys.util.files import CONFIG
 
-EVENTS, METRICS, CONFIG = "events.jsonl", "metrics.jsonl", "config.resolved.yaml"
+EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 EVALUATIONS = "evaluations"
 
 _LOCK = "run.lock"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from reprlib import Repr
 from typing import Any, TypeAlias
 
-from rlsys.dashboard.index.folders import CONFIG, RunFolder
+from rlsys.dashboard.index.folders import RunFolder
 from rlsys.dashboard.responses import Difference
+from rlsys.util.files import CONFIG
 from rlsys.util.leaves import leaves
 
 _Tree: TypeAlias = Mapping[str, Any]

@@ -1,6 +1,7 @@
 """Commands that need no cluster."""
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -266,6 +267,15 @@ def test_a_bad_query_ends_with_2_and_the_nearest_column(tmp_path: Path):
     assert done.returncode == 2
     assert "did you mean `reward`?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("verb", "code"), [(["algorithms"], 0), (["export", "none", "--to", "x"], 2)])
+def test_nobody_reading_does_not_change_the_exit_code(verb: list[str], code: int):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rlsys.cli", *verb]
+    assert subprocess.run(command, stdout=writer, stderr=writer, check=False).returncode == code
+    os.close(writer)
 
 
 def cpu_s_of_children() -> float:

@@ -10,10 +10,11 @@ import pytest
 
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import Answer
-from rlsys.dashboard.index.folders import CONFIG, EVENTS, METRICS, RunFolder
+from rlsys.dashboard.index.folders import EVENTS, METRICS, RunFolder
 from rlsys.dashboard.query.configs import modification_stamp, read_config
 from rlsys.dashboard.query.queries import MOST_OPENED, Readings
 from rlsys.dashboard.query.run_preview import Glimpse
+from rlsys.util.files import CONFIG
 from tests.histories import History, Shape, small_run
 
 pytestmark = pytest.mark.slow

@@ -25,12 +25,12 @@ from rlsys.launch.offline_commands import (
     write_template,
 )
 from rlsys.launch.preflight import check_code, with_absolute_paths
-from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
 from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, run_virtual, tasks
+from rlsys.util.files import CONFIG
 from workers.text.tokenizer import TextTokenizer
 
 PLANTED = """\

@@ -14,12 +14,12 @@ from rlsys.config.curation_section import CurationSection
 from rlsys.data.task_source import TaskSource
 from rlsys.errors import TrainingError
 from rlsys.loop.build_driver import Constants, best_of, build_driver, evaluator_of
-from rlsys.loop.checkpoint import CONFIG
 from rlsys.loop.repack import Repacker
 from rlsys.monitoring.events import Events
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.testing import FakeActor, FakeWorld, RewardAsAdvantage, run_virtual, tasks
 from rlsys.types import POLICY, PolicyVersion
+from rlsys.util.files import CONFIG
 from tests.groups import episode, group
 from tests.jobs import config_of
 from workers.ray.cluster import Resources

@@ -22,10 +22,11 @@ from rlsys.batch.tensors import StepData
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
-from rlsys.loop.checkpoint import ACTOR, CONFIG, CRITIC, GROUPS, FailedStep, read_failed
+from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep, read_failed
 from rlsys.replay.replay_results import NonFinite, ReplayedSample, ReplayedStep
 from rlsys.replay.rollout_json import GroupRecord, write_groups
 from rlsys.types import Distribution, Episode
+from rlsys.util.files import CONFIG
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.training import group_of
 from workers.model.logprobs import score

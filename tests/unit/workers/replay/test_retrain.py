@@ -25,13 +25,14 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.run_folder import write_run_dir
 from rlsys.loop.build_driver import shape_of
-from rlsys.loop.checkpoint import CONFIG, GROUPS, STATE, file_hash
+from rlsys.loop.checkpoint import GROUPS, STATE, file_hash
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.replay.rollout_json import RolloutRecord, Rows
 from rlsys.replay.rollout_parquet import read_records, write_records
 from rlsys.replay.run_history import RecordedSteps, read_history
 from rlsys.types import Distribution, Episode, Group, Task
+from rlsys.util.files import CONFIG
 from tests.models import random_group, save_model, tiny_qwen3
 from tests.rollouts import lines_of, write_lines
 from tests.training import group_of, random_team
