@@ -181,7 +181,7 @@ def replay(
     With --step: train it from what the run recorded; exit 1 unless weights and metrics are the same bit for bit. For a
     step with non-finite numbers: compute it sample by sample; exit 1 unless all are finite here.
 
-    Use only trusted folders: torch's checkpoint reader unpickles training state, which can run code.
+    Use only folders that you trust: the code which their configuration names is imported.
     """
     if debug and step is None:
         raise typer.BadParameter("--debug needs --step, before which to stop")

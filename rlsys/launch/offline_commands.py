@@ -240,8 +240,10 @@ def export(run: Path, to: Path, step: str = "latest", *, as_adapter: bool = Fals
     config = load_sections(Config, run / CONFIG, EXPORTED, ["stabilizer=null"])  # the default one needs longer runs
     if as_adapter and config.train.lora is None:
         raise ConfigError(f"--adapter: {run} trained all weights (train.lora is null); leave the option out")
+    template = template_of_run(run / CONFIG)
     export_checkpoint(config, checkpoint / "actor", to, as_adapter=as_adapter)
-    write_template(run / CONFIG, to)
+    if template is not None:
+        (to / "chat_template.jinja").write_text(template, encoding="utf-8")
     return to
 
 
@@ -262,12 +264,22 @@ def push(run: Path, name: str, step: str = "latest", *, as_adapter: bool = False
     return repo.upload(folder, f"Step {number} of {run.resolve().name}")
 
 
-def write_template(config: Path, to: Path) -> None:
-    """Write the chat template that the run had in place of the tokenizer's, if any, so that others use it too."""
+def template_of_run(config: Path) -> str | None:
+    """Chat template that the run with this configuration had in place of the tokenizer's, if any: others use it too.
+
+    Raises `ConfigError` for a configuration that names a file, where that of a run has the text: it was changed, and
+    the file may be one that nobody wants to give away.
+    """
     rollout = tree_in(config).get("rollout") or {}
     chat = ChatSection.model_validate((rollout.get("chat") if isinstance(rollout, dict) else None) or {})
-    if chat.template is not None and chat.template != NO_TEMPLATE:
-        (to / "chat_template.jinja").write_text(chat.with_text().template or "", encoding="utf-8")
+    if chat.template is None or chat.template == NO_TEMPLATE:
+        return None
+    if "{" not in chat.template:
+        raise ConfigError(
+            f"rollout.chat.template: {config} names the file {chat.template}, which an export does not read: "
+            "put the text of the template in its place"
+        )
+    return chat.template
 
 
 def _best_step(run: Path) -> str:
@@ -289,9 +301,9 @@ def _best_step(run: Path) -> str:
 def replay(folder: Path) -> ReplayedStep:
     """Compute the failed step in `RUN/failed/step_N` again, sample by sample, in this process and without Ray.
 
-    Configuration and weights are those of the failure; columns of other workers are computed again. Use only trusted
-    folders: torch's checkpoint reader unpickles training state. Raises `DataError` or `ConfigError` if the folder is
-    not a failed step, `CheckpointError` or `ModelError` if a checkpoint or model does not load.
+    Configuration and weights are those of the failure; columns of other workers are computed again. Use only folders
+    that you trust: the code which the configuration names is imported. Raises `DataError` or `ConfigError` if the
+    folder is not a failed step, `CheckpointError` or `ModelError` if a checkpoint or model does not load.
     """
     failed = read_failed(folder)
     ensure_not_shadowed()
@@ -308,7 +320,7 @@ def replay_step(run: Path, step: int, *, debug: bool = False) -> RetrainedSteps:
 
     Training begins from the newest checkpoint older than the step, or from the initial model, and first repeats the
     steps in between. All steps use the configuration of `step`. `debug` opens the debugger right before `step` is
-    trained; it needs a run of one rank. Use only trusted folders, as with `replay`.
+    trained; it needs a run of one rank. Use only folders that you trust, as with `replay`.
 
     Raises `ConfigError` for an invalid run, `DataError` if records are missing, `CheckpointError` or `ModelError` if a
     checkpoint or model does not load.

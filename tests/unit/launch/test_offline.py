@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_policy import build_tokenizer
 from rlsys.config import Config
 from rlsys.config.eval_section import EvalSection
 from rlsys.config.loader import load_sections
@@ -22,7 +21,7 @@ from rlsys.launch.offline_commands import (
     export_once,
     make_once,
     measure_and_keep,
-    write_template,
+    template_of_run,
 )
 from rlsys.launch.preflight import check_code, with_absolute_paths
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
@@ -31,7 +30,6 @@ from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, run_virtual, tasks
 from rlsys.util.files import CONFIG
-from workers.text.tokenizer import TextTokenizer
 
 PLANTED = """\
 from pathlib import Path
@@ -124,16 +122,18 @@ def test_code_that_an_override_names_may_lie_in_a_run_folder(tmp_path: Path):
 
 
 def test_an_exported_model_has_the_chat_template_of_its_run(tmp_path: Path):
-    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
-    (tmp_path / "mine.jinja").write_text(template)
-    (tmp_path / "config.yaml").write_text(f"rollout: {{chat: {{template: {tmp_path}/mine.jinja}}}}\n")
-    build_tokenizer().save_pretrained(tmp_path)
-    write_template(tmp_path / "config.yaml", tmp_path)
-    assert TextTokenizer.load(tmp_path).template == template
-    (tmp_path / "plain.yaml").write_text("rollout: {slots: 4}\n")
-    (tmp_path / "plain").mkdir()
-    write_template(tmp_path / "plain.yaml", tmp_path / "plain")
-    assert not list((tmp_path / "plain").iterdir())
+    template, config = "{% for m in messages %}{{ m.content }};{% endfor %}", tmp_path / "config.yaml"
+    config.write_text(json.dumps({"rollout": {"chat": {"template": template}}}))
+    assert template_of_run(config) == template
+    config.write_text("rollout: {slots: 4}\n")
+    assert template_of_run(config) is None
+
+
+def test_an_export_reads_no_template_that_the_configuration_of_a_run_names(tmp_path: Path):
+    (tmp_path / "private").write_text("{{ secret }}")
+    (tmp_path / "config.yaml").write_text(f"rollout: {{chat: {{template: {tmp_path}/private}}}}\n")
+    with pytest.raises(ConfigError, match=r"names the file \S+/private, which an export does not read"):
+        template_of_run(tmp_path / "config.yaml")
 
 
 def evaluator_on(world: FakeWorld, recorder: EventRecorder) -> Evaluator:
