@@ -144,9 +144,10 @@ def holds_run(run: Path) -> bool:
 
 
 def make_run_dir(config: Config) -> None:
-    """Create the run directory. Raises `ConfigError` if that fails."""
+    """Create the run directory, for its user alone. Raises `ConfigError` if that fails."""
     try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
+        config.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        config.run_dir.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
 
@@ -160,7 +161,7 @@ def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
     run, text = config.run_dir, config.to_yaml()
     is_own = checkpoint is not None and checkpoint.parent == run / "checkpoints"
     try:
-        run.mkdir(parents=True, exist_ok=True)
+        make_run_dir(config)
         keep_earlier(run, text, step_of(checkpoint) if checkpoint is not None and is_own else 0)
         write_atomically(run / CONFIG, text, is_private=True)
     except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.by_day import first_by_day
 from tests.ray.commands import DEADLINE_S, ROOT, SCRIPTS
 
 STARTED = """
@@ -35,19 +36,20 @@ class Idle:
 
 async def begin():
     idle = start(Idle, "idle", Idle, Resources(), 90)
-    ranks = [idle]
+    ranks, address = [idle], ""
     if "ranks" in sys.argv:
         ranks += [start(Idle, "other", Idle, Resources(), 90)]
         address = await idle.address()
         sums = await asyncio.gather(*(each.call(Idle.join, rank, address) for rank, each in enumerate(ranks)))
         assert sums == [2.0, 2.0]
-    return ranks, await idle.call(Idle.token)
+    return ranks, address, await idle.call(Idle.token)
 
 for _ in range(int(sys.argv[1])):
     cluster = connect(None, 2)
-    ranks, token = asyncio.run(begin())  # they end if nobody has them
+    ranks, meeting, token = asyncio.run(begin())  # they end if nobody has them
     context = ray.get_runtime_context()
-    print(json.dumps([context.gcs_address, context.get_session_name(), token]), flush=True)
+    session = os.path.join(context.get_temp_dir(), context.get_session_name())
+    print(json.dumps([context.gcs_address, session, meeting, token]), flush=True)
     sys.stdin.readline()
     cluster.close()
 """
@@ -73,6 +75,9 @@ print("joined")
 """
 
 
+NOBODY = 65534
+
+
 @dataclass(frozen=True)
 class Local:
     """A cluster that rlsys started."""
@@ -80,6 +85,8 @@ class Local:
     pid: int
     address: str
     session: Path
+    meeting: str
+    """Where its two ranks met."""
     token: str | None
 
 
@@ -89,16 +96,16 @@ def environment(**changes: str) -> dict[str, str]:
     return {**ours, "RAY_raylet_start_wait_time_s": "90", "PYTHONPATH": str(ROOT), **changes}
 
 
-def clusters(home: Path, *keys: str, count: int = 1, **changes: str) -> Iterator[Local]:
-    words = [sys.executable, "-c", STARTED, str(count), *keys]
+def clusters(home: Path, *keys: str, count: int = 1, umask: int = -1, **changes: str) -> Iterator[Local]:
+    words, pipe = [sys.executable, "-c", STARTED, str(count), *keys], subprocess.PIPE
     env = environment(HOME=str(home), **changes)
-    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, text=True, umask=umask) as started:
         assert started.stdin
         assert started.stdout
         try:
             for _ in range(count):
-                address, session, token = json.loads(started.stdout.readline())
-                yield Local(started.pid, address, Path("/tmp/ray", session), token)
+                address, session, meeting, token = json.loads(started.stdout.readline())
+                yield Local(started.pid, address, Path(session), meeting, token)
                 started.stdin.write("\n")
                 started.stdin.flush()
             assert started.wait(DEADLINE_S) == 0
@@ -193,3 +200,63 @@ def test_a_token_of_the_user_is_used(home: Path, tmp_path: Path):
         assert cluster.token is None
         joined = strangers(tmp_path, DRIVE, cluster.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=given)
         assert joined.stdout == "nodes: 1\n", joined.stderr
+
+
+NEIGHBOUR = """
+import os, socket, sys
+session, meeting, user = sys.argv[1:]
+os.setgroups([])
+os.setgid(int(user))
+os.setuid(int(user))
+done = []
+
+def attempt(name, act):
+    try:
+        act()
+    except OSError:
+        return
+    done.append(name)
+
+def connect(name):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"{session}/sockets/{name}")
+
+attempt("list the session", lambda: os.listdir(session))
+attempt("connect to the raylet", lambda: connect("raylet"))
+attempt("connect to the store", lambda: connect("plasma_store"))
+attempt("replace the raylet", lambda: os.rename(f"{session}/sockets/raylet", f"{session}/sockets/raylet.old"))
+attempt("read a log", lambda: open(f"{session}/logs/raylet.out").read())
+attempt("write into the session", lambda: open(f"{session}/new", "w"))
+attempt("meet the ranks", lambda: open(meeting, "r+b").read())
+attempt("meet other ranks", lambda: os.mkdir(os.path.dirname(meeting) + "-new"))
+attempt("rename the session", lambda: os.rename(session, session + "-old"))
+print(done)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user as well")
+@pytest.mark.parametrize("umask", first_by_day([0o000, 0o022, 0o077]))
+def test_another_user_of_the_machine_reaches_nothing_of_a_cluster(home: Path, umask: int):
+    for cluster in clusters(home, "ranks", umask=umask):
+        meeting = cluster.meeting.removeprefix("file://")
+        assert Path(meeting).is_file()
+        assert (cluster.session / "sockets/raylet").is_socket()
+        words = [sys.executable, "-c", NEIGHBOUR, str(cluster.session), meeting, str(NOBODY)]
+        tried = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (tried.stdout, tried.stderr) == ("[]\n", "")
+
+
+def test_the_sessions_of_clusters_have_a_folder_that_nobody_else_made(tmp_path: Path):
+    places = "from workers.ray.cluster import private_folder\nfor _ in range(2): print(private_folder())\n"
+
+    def folders(parent: Path) -> list[Path]:
+        env = environment(RAY_TMPDIR=str(parent))
+        done = subprocess.run([sys.executable, "-c", places], env=env, capture_output=True, text=True, check=True)
+        return [Path(line) for line in done.stdout.split()]
+
+    mine, again = folders(tmp_path)
+    assert (mine, mine.stat().st_mode & 0o777) == (again, 0o700)
+    mine.chmod(0o777)
+    other, another = folders(tmp_path)
+    assert len({mine, other, another}) == 3
+    assert other.stat().st_mode & 0o777 == 0o700

@@ -8,6 +8,7 @@ import secrets
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+LONGEST_FOLDER = 39
+"""Letters of a folder that leave room for a session and a socket in it, of which Linux takes 107."""
 SEMAPHORES = "rlsys-"
 """Begin of the names of semaphores in a local cluster."""
 TOO_SLOW = "timed out during startup"
@@ -199,22 +202,26 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     _ensure_token()
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # else the head keeps 100,000 tasks in memory
     num_cpus = num_cpus or max(len(os.sched_getaffinity(0)), 2)
-    store = local_store_bytes()
+    store, folder = local_store_bytes(), private_folder()
     begun = begun or LocalStart.of_this_process()
     for is_last in (False, True):
         try:
             with _on_loopback(), _mark_processes(begun.mark), signals_kept():
                 ray.init(
-                    address="local", num_cpus=num_cpus, object_store_memory=store, include_dashboard=False, **quiet
+                    address="local",
+                    num_cpus=num_cpus,
+                    object_store_memory=store,
+                    include_dashboard=False,
+                    _temp_dir=str(folder / "ray"),
+                    **quiet,
                 )
             break
         except Exception as error:  # Ray raises plain `Exception` too
             begun.close()
             if is_last or TOO_SLOW not in str(error):
                 raise ClusterError(
-                    f"a local Ray cluster did not start: {error}; see its logs in ray/session_latest/logs under "
-                    "RAY_TMPDIR, TMPDIR or /tmp; if the machine is overloaded, run `ray start --head` first, and set "
-                    "ray=auto"
+                    f"a local Ray cluster did not start: {error}; see its logs in {folder}/ray/session_latest/logs; if "
+                    "the machine is overloaded, run `ray start --head` first, and set ray=auto"
                 ) from error
             begun = LocalStart.of_this_process()
     keeper, mark = begun.keeper, begun.mark
@@ -224,6 +231,27 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     keeper.stdin.write("".join(f"{path}*\n" for path in left))
     keeper.stdin.flush()
     return Cluster(is_ours=True, keeper=keeper, forks=begun.forks)
+
+
+def private_folder() -> Path:
+    """Folder of this user alone for the sessions of local clusters, under RAY_TMPDIR, TMPDIR or /tmp.
+
+    Ray lets everybody write its own, which is in it, sockets among them. Under /tmp if TMPDIR is too long for the name
+    of a socket. Who has made a folder of this name before us gets no session: then it is a new one.
+    """
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = Path(parent, f"rlsys-{os.getuid()}")
+    if len(str(folder)) > LONGEST_FOLDER and "RAY_TMPDIR" not in os.environ:
+        folder = Path("/tmp", folder.name)
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ClusterError(f"a local Ray cluster has no place: {error}; set RAY_TMPDIR to a folder") from error
+    return folder
 
 
 class _JobOnOwnPath(JobConfig):

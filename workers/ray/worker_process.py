@@ -15,6 +15,7 @@ import os
 import pickle
 import sys
 import sysconfig
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,7 +35,16 @@ from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
 from workers.ray import vitals
-from workers.ray.cluster import LOOPBACK, NO_MATHS, Resources, fork_environment, free_port, lacking, mark_semaphores
+from workers.ray.cluster import (
+    LOOPBACK,
+    NO_MATHS,
+    Resources,
+    fork_environment,
+    free_port,
+    lacking,
+    log_folder,
+    mark_semaphores,
+)
 from workers.ray.shared_memory import shared_memory_problem
 
 W = TypeVar("W")
@@ -130,7 +140,10 @@ class _OneAtATime(_Process):
         gc.freeze()  # what it was built of stays, and a collection need not look at it again
 
     def address(self) -> str:
-        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+        node = ray.util.get_node_ip_address()
+        if node == LOOPBACK:  # all ranks are on this machine, where others may reach a port
+            return f"file://{tempfile.mkdtemp(prefix='ranks-', dir=log_folder().parent)}/store"
+        return f"tcp://{node}:{free_port()}"
 
     def call(self, path: str, *args: object, **kwargs: object) -> object:
         return self._method(path)(*args, **kwargs)
@@ -268,8 +281,9 @@ class Remote(Generic[W]):
             started.cancel()
 
     async def address(self) -> str:
-        """A free address on the node of a worker without async methods, e.g. `tcp://10.0.0.4:41234`."""
-        return await call(self.actor.address.remote(), self.name, "choosing a port", SET_UP_S)
+        """Where ranks can meet the process of a worker without async methods: a free address on its node, such as
+        `tcp://10.0.0.4:41234`; in a cluster that `connect` starts, `file://PATH` in a folder of this user alone."""
+        return await call(self.actor.address.remote(), self.name, "choosing a meeting place", SET_UP_S)
 
     async def end(self) -> None:
         """Close the worker, then kill its process. Errors of the close are ignored."""

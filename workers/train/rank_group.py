@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import RlsysError, WorkerDied
+from workers.train.plain_objects import read_objects_plainly
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class RankGroup:
         self.aside: dist.ProcessGroup | None = None
         """The same ranks over CPU, for a thread that communicates while the ranks compute; None for one rank."""
         if num_ranks > 1:
+            read_objects_plainly()
             timeout = timedelta(seconds=timeout_s)
             store = _store(address, rank, num_ranks, timeout) if address.startswith("tcp:") else None
             dist.init_process_group(
@@ -109,7 +111,7 @@ class RankGroup:
         return torch.cat([of_rank_N[:size] for of_rank_N, size in zip(gathered, sizes, strict=True)])
 
     def all_objects(self, own: T) -> list[T]:
-        """Return the object of every rank, in rank order."""
+        """Return the object of every rank, in rank order: data, see `plain_objects`."""
         if self.num_ranks == 1:
             return [own]
         found: list[T] = [own] * self.num_ranks
