@@ -1,11 +1,13 @@
-"""An MCP server on its standard input and output, for tests: tools that work, fail, hang, and start a child."""
+"""An MCP server on its standard input and output, for tests: tools that work, fail, hang, and leave processes."""
 
 import asyncio
 import os
 import subprocess
-import sys
+from pathlib import Path
 
 from mcp.server.mcpserver import MCPServer
+
+from tests.processes import stray
 
 server = MCPServer("tests")
 
@@ -36,10 +38,9 @@ async def hang() -> str:
 
 
 @server.tool()
-def start_child() -> int:
-    """Start a process that would outlive this one; its id."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    return subprocess.Popen(sleep, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).pid
+def leave_behind(way: str, pipe: str) -> None:
+    """Start a process that would outlive this one, in a way of `tests.stray_processes`."""
+    subprocess.run(stray(way, Path(pipe)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
 
 
 @server.tool()

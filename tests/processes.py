@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import stray_processes
+
 SLOW_IMPORTS = ["tests.training", "tests.families", "examples.sort.prepare", "workers.rollout.rollout_pool"]
 
 
@@ -35,6 +37,36 @@ def is_gone(pid: int) -> bool:
         return bool(select.select([descriptor], [], [], 10)[0])
     finally:
         os.close(descriptor)
+
+
+class Holders:
+    """Processes that hold a named pipe open, whatever their numbers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pipe = folder / "pipe"
+        os.mkfifo(self.pipe)
+        self._descriptor = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def have_started(self) -> bool:
+        """Does one of them write something within a minute?"""
+        return self._shows(select.POLLIN, 60)
+
+    def are_gone(self) -> bool:
+        """Has there been one, and do all end within ten seconds?"""
+        return self._shows(select.POLLHUP, 10)
+
+    def _shows(self, event: int, wait_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptor, event)
+        return any(shown & event for _, shown in poll.poll(wait_s * 1000))
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def stray(way: str, pipe: Path, *tail: str) -> tuple[str, ...]:
+    """The command line of `tests.stray_processes`."""
+    return (sys.executable, "-I", "-S", stray_processes.__file__, way, str(pipe), *tail)
 
 
 def free_port() -> int:

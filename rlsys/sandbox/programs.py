@@ -1,20 +1,18 @@
-"""Run a user's program, and kill it with its children when it ends, is cancelled, or this process ends."""
+"""Run a user's program, and kill it with all that it started when it ends, is cancelled, or this process ends."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
 from rlsys.errors import ToolError
+from rlsys.util.descendants import launcher_command
 
-_LAUNCHER = Path(__file__).with_name("program_launcher.py")
 _NO_ROOM = {errno.EAGAIN, errno.ENOMEM, errno.E2BIG, errno.EMFILE, errno.ENFILE, errno.ENOSPC}
 """Errors if the machine has no room for another process, or the prompt is too long for an argument."""
 _TAIL_BYTES = 4000
@@ -30,12 +28,11 @@ class ProgramFailed(Exception):
 async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: str) -> None:
     """Run `command` to its end, with `stdin` as its input; its stdout is discarded.
 
-    Waits for the program to end. After this call, even if cancelled, no process of its group is alive, and none
-    survives this process. Raises `ProgramFailed`, also for a missing program, and `ToolError` if the machine has no
-    room for it.
+    Waits for the program to end. After this call, even if cancelled, the program and every process that it started are
+    killed, in whatever session or group, and none survives this process. Raises `ProgramFailed`, also for a missing
+    program, and `ToolError` if the machine has no room for it.
     """
     tail = CapturedOutput(_TAIL_BYTES, keeps_end=True)
-    launched = (sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *command)
     nowhere = asyncio.subprocess.DEVNULL
     try:
         with TemporaryFile() as given:
@@ -43,14 +40,19 @@ async def run_program(command: Sequence[str], *, env: Mapping[str, str], stdin: 
             given.seek(0)
             async with capturing(tail) as stderr:
                 process = await asyncio.create_subprocess_exec(
-                    *launched, stdin=given, stdout=nowhere, stderr=stderr, env=env, start_new_session=True
+                    *launcher_command([*command]),
+                    stdin=given,
+                    stdout=nowhere,
+                    stderr=stderr,
+                    env=env,
+                    start_new_session=True,
                 )
                 stderr.close()  # the program has it
                 try:
                     code = await process.wait()
                 finally:
                     with suppress(ProcessLookupError):
-                        process.terminate()  # the launcher, which kills the whole group
+                        process.terminate()  # the launcher, which kills the program and its descendants
                     await process.wait()
     except OSError as error:
         if error.errno not in _NO_ROOM:

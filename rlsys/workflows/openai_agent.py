@@ -92,8 +92,8 @@ class OpenAIAgent(Workflow):
     """The model name in requests, which is also the name of the agent; in a run of several policies, bind it to a
     policy in `agents`."""
     deadline_s: Seconds = 600.0
-    """Longest episode, seconds; then the agent is cancelled, or killed with its children if it is a program. A function
-    that ignores cancellation continues without an endpoint."""
+    """Longest episode, seconds. Then the agent is cancelled or, if it is a program, killed with all that it started. A
+    function that ignores cancellation continues without an endpoint."""
     max_processes: Count = 32
     """Concurrent programs on one replica; further ones wait, and their deadline starts after the wait."""
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +22,8 @@ from rlsys.agents.tool_calls import ToolCall
 from rlsys.errors import ConfigError, EndpointDown, ToolError
 from rlsys.testing import FakeEnvironment
 from rlsys.types import Json, Message, Prompt, Task
-from tests.processes import is_gone
+from tests.processes import Holders, stray
+from tests.stray_processes import WAYS
 from tests.worlds import openenv_server
 
 PLAIN = Task(id="t", prompt="Rules.")
@@ -362,25 +366,41 @@ def test_a_tool_that_hangs_times_out_and_the_server_continues():
     asyncio.run(script())
 
 
-def test_a_dead_server_fails_the_episode_and_ends_its_children():
-    children: list[int] = []
-
+@pytest.mark.parametrize("end", ["closed", "dead"])
+def test_what_a_server_started_ends_with_it(tmp_path: Path, end: str):
     async def script() -> None:
-        async with mcp_toolbox(MCP_SERVER) as tools:
-            children.append(int((await tools.run([call("start_child")]))[0].content))
-            await tools.run([call("leave")])
+        async with mcp_toolbox(MCP_SERVER, timeout_s=60) as tools:
+            left = await tools.run([call("leave_behind", way=way, pipe=str(holders.pipe)) for way in WAYS])
+            assert [each.outcome for each in left] == ["ok"] * len(WAYS)
+            if end == "dead":
+                await tools.run([call("leave")])
 
-    with pytest.raises(ToolError, match="is gone"):
+    with closing(Holders(tmp_path)) as holders:
+        with pytest.raises(ToolError, match="is gone") if end == "dead" else nullcontext():
+            asyncio.run(script())
+        assert holders.are_gone()
+
+
+def test_a_server_that_ignores_its_end_is_killed_with_what_it_started(tmp_path: Path):
+    async def script() -> None:
+        with pytest.raises(ToolError, match="does not answer"):
+            async with mcp_toolbox(shlex.join(stray("a daemon", holders.pipe, "hang")), timeout_s=1):
+                pass
+
+    with closing(Holders(tmp_path)) as holders:
         asyncio.run(script())
-    assert is_gone(children[0])
+        assert holders.are_gone()
 
 
-def test_a_server_is_closed_with_its_children():
-    async def script() -> int:
-        async with mcp_toolbox(MCP_SERVER) as tools:
-            return int((await tools.run([call("start_child")]))[0].content)
-
-    assert is_gone(asyncio.run(script()))
+def test_a_server_ends_with_the_replica_that_started_it(tmp_path: Path):
+    with closing(Holders(tmp_path)) as holders:
+        server = shlex.join(stray("a daemon", holders.pipe, "hang"))
+        code = f"asyncio.run(make('mcp:' + {server!r}, {{}}).reset(Task(id='t', prompt=''), 1))"
+        imports = "import asyncio; from rlsys.agents.environment import make; from rlsys.types import Task; "
+        with subprocess.Popen([sys.executable, "-c", imports + code]) as replica:
+            assert holders.have_started()
+            replica.kill()
+        assert holders.are_gone()
 
 
 @pytest.mark.parametrize("environment", ["mcp:http://127.0.0.1:9/mcp", "openenv:http://127.0.0.1:9"])

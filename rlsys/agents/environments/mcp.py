@@ -6,8 +6,8 @@
         agent = session.agent("policy", system="Call tools where they help.")
         answer = await agent.use(session.task.prompt, tools)
 
-A command is started for each episode in a new process group, and communicates over stdin and stdout; at the end the
-whole group is killed. A URL names a server that already runs (streamable HTTP).
+A command is started for each episode, and communicates over stdin and stdout. At the end it is killed with every
+process that it started, in whatever session or group. A URL names a server that already runs (streamable HTTP).
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from rlsys.agents.environment import Environment, Step, credential, needs
 from rlsys.agents.tools import MAX_CHARS, TIMEOUT_S, Tool, Toolbox
 from rlsys.errors import ConfigError, EndpointDown, ToolError, first_of
 from rlsys.types import Prompt, Task
-
-_THEN_END_ITS_CHILDREN = '"$@"; kill -KILL 0'
-"""Shell script that runs the command in its arguments, then kills its process group. Nothing is pasted into it."""
+from rlsys.util.descendants import launcher_command
 
 
 class Mcp(Environment):
@@ -93,8 +91,8 @@ async def mcp_toolbox(
     if not _is_url(server):
         if not (command := shlex.split(server)):
             raise ConfigError("environment 'mcp:': give a command or a URL after the colon")
-        arguments = ["-c", _THEN_END_ITS_CHILDREN, "sh", *command]
-        where = mcp.StdioServerParameters(command="/bin/sh", args=arguments, env=dict(variables or {}))
+        program, *arguments = launcher_command(command)
+        where = mcp.StdioServerParameters(command=program, args=arguments, env=dict(variables or {}))
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(timeout_s):

@@ -6,8 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
 from rlsys.testing import ScriptedPolicy, play_scripted
 from rlsys.types import POLICY, Distribution, Message, Task, Trajectory, Turn
 from rlsys.workflows.openai_agent import OpenAIAgent
+from tests.by_day import first_by_day
 from tests.gateways import FailingPolicy, PickyPolicy
 from tests.openai_agents import PROGRAM
-from tests.processes import is_gone
+from tests.processes import Holders, stray
+from tests.stray_processes import WAYS
 
 pytestmark = pytest.mark.slow
 
@@ -168,19 +170,25 @@ def test_a_program_that_fails_has_no_reward_but_a_reason():
     assert "exit code 1" in trajectory.outcome.reason and "cannot use 'no'" in trajectory.outcome.reason
 
 
-@pytest.mark.slow
-def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path):
-    note = tmp_path / "pid"
-    program = f"sleep 1000 & echo $! > {note}; wait"
-    trajectory = said_by(OpenAIAgent(command=("sh", "-c", program), deadline_s=1.5))
-    assert trajectory.outcome.is_failed and "longer than 1.5 s" in trajectory.outcome.reason
-    assert is_gone(int(note.read_text()))
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_program_leaves_behind_ends_with_the_episode(tmp_path: Path, way: str):
+    with closing(Holders(tmp_path)) as holders:
+        said_by(OpenAIAgent(command=stray(way, holders.pipe)))
+        assert holders.are_gone()
 
 
-def test_children_that_a_program_leaves_behind_are_ended(tmp_path: Path):
-    note = tmp_path / "pid"
-    said_by(OpenAIAgent(command=("sh", "-c", f"sleep 1000 & echo $! > {note}")))
-    assert is_gone(int(note.read_text()))
+@pytest.mark.parametrize("way", first_by_day(WAYS))
+def test_what_a_late_program_started_ends_with_it(tmp_path: Path, way: str):
+    with closing(Holders(tmp_path)) as holders:
+        trajectory = said_by(OpenAIAgent(command=stray(way, holders.pipe, "hang"), deadline_s=1.5))
+        assert "longer than 1.5 s" in trajectory.outcome.reason and holders.are_gone()
+
+
+@pytest.mark.parametrize("way", first_by_day(WAYS))
+def test_what_a_program_started_ends_though_it_kills_its_launcher(tmp_path: Path, way: str):
+    with closing(Holders(tmp_path)) as holders:
+        trajectory = said_by(OpenAIAgent(command=stray(way, holders.pipe, "orphan")))
+        assert "exit code -9" in trajectory.outcome.reason and holders.are_gone()
 
 
 def test_the_prompt_is_also_an_argument():
@@ -220,18 +228,16 @@ def test_a_program_does_not_inherit_the_ray_cluster_token():
     assert "exit code" not in said_by(OpenAIAgent(command=("sh", "-c", program))).outcome.reason
 
 
-def test_a_program_and_its_children_end_with_their_parent(tmp_path: Path):
-    note = tmp_path / "pids"
-    program = f"sleep 1000 & echo $! $$ > {note}.part; mv {note}.part {note}; wait"
-    command = ["sh", "-c", program]
-    code = f"asyncio.run(run_program({command}, env={{}}, stdin=''))"
-    imports = "import asyncio; from rlsys.sandbox.programs import run_program; "
-    with subprocess.Popen([sys.executable, "-c", imports + code]) as replica:
-        while not note.exists():
-            assert replica.poll() is None
-            time.sleep(0.01)
-        replica.kill()
-    assert [is_gone(int(pid)) for pid in note.read_text().split()] == [True, True]
+@pytest.mark.parametrize("way", first_by_day(WAYS))
+def test_what_a_program_started_ends_with_the_replica(tmp_path: Path, way: str):
+    with closing(Holders(tmp_path)) as holders:
+        command = [*stray(way, holders.pipe, "hang")]
+        code = f"asyncio.run(run_program({command}, env={{}}, stdin=''))"
+        imports = "import asyncio; from rlsys.sandbox.programs import run_program; "
+        with subprocess.Popen([sys.executable, "-c", imports + code]) as replica:
+            assert holders.have_started()
+            replica.kill()
+        assert holders.are_gone()
 
 
 def test_a_program_that_cannot_be_started_says_why(tmp_path: Path):
