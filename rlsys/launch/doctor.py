@@ -22,7 +22,7 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from rlsys.errors import RlsysError, SandboxError, ToolError
-from rlsys.sandbox.python_sandbox import Guard, ProgramLimits, run_python
+from rlsys.sandbox.python_sandbox import Guard, ProgramLimits, PythonResult, run_python
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
@@ -63,6 +63,8 @@ class Facts:
     """Guards of the sandbox that work on this machine."""
     sandbox_problem: str = ""
     """Reason why the others do not."""
+    landlock_version: int = 3
+    """Version of Landlock, 0 without it."""
     cluster_address: str | None = None
     cluster_ray: str | None = None
     """Ray's version on the cluster at the given address; None if unknown."""
@@ -80,7 +82,7 @@ def gather(address: str | None = None) -> Facts:
     token = ray_token(os.environ, Path("~/.ray/auth_token").expanduser())
     auth = ask_cluster(address, "authentication_mode", "authentication_mode") if address else None
     ray = ask_cluster(address, "version", "ray_version", token if auth == "token" else None) if address else None
-    guards, problem = sandbox_guards()
+    sandbox, problem = try_sandbox()
     return Facts(
         python=sys.version_info[:3],
         num_cpus=len(os.sched_getaffinity(0)),
@@ -93,8 +95,9 @@ def gather(address: str | None = None) -> Facts:
         required=_required_packages(metadata.requires("rlsys") or []),
         locked=locked_versions(LOCK.read_text()) if LOCK.exists() else {},
         origins=origins(),
-        sandbox_guards=guards,
+        sandbox_guards=sandbox.guards if sandbox else (),
         sandbox_problem=problem,
+        landlock_version=sandbox.landlock_version if sandbox else 0,
         cluster_address=address,
         cluster_ray=ray,
         cluster_auth=auth,
@@ -108,15 +111,15 @@ def origins() -> dict[str, Path | None]:
     return {name: _origin(name) for name in PACKAGES}
 
 
-def sandbox_guards() -> tuple[tuple[str, ...], str]:
-    """Run an empty program in the sandbox. Returns the guards that it had, and the reason why others are missing."""
+def try_sandbox() -> tuple[PythonResult | None, str]:
+    """Run an empty program in the sandbox. Returns its result, if it ran, and the reason why guards are missing."""
     problem = ""
     for requires in (get_args(Guard), ()):
         try:
-            return asyncio.run(run_python("", limits=ProgramLimits(requires=requires))).guards, problem
+            return asyncio.run(run_python("", limits=ProgramLimits(requires=requires))), problem
         except (SandboxError, ToolError) as error:
             problem = problem or str(error).partition(";")[0]
-    return (), problem
+    return None, problem
 
 
 def _origin(name: str) -> Path | None:
@@ -345,12 +348,14 @@ def vector_units(facts: Facts) -> Finding:
 def sandbox(facts: Facts) -> Finding:
     """Check which guards a program of the sandbox has."""
     missing = [guard for guard in get_args(Guard) if guard not in facts.sandbox_guards]
+    version = facts.landlock_version
+    older = f". Landlock has version {version}: seccomp stops truncation in its place" if 0 < version < 3 else ""
     if not missing:
-        return Finding("ok", f"programs in the sandbox have {', '.join(facts.sandbox_guards)}")
+        return Finding("ok", f"programs in the sandbox have {', '.join(facts.sandbox_guards)}{older}")
     what = f"programs in the sandbox have no {', '.join(missing)}: {facts.sandbox_problem}"
     if missing == ["bubblewrap"]:
         cure = "apt install bubblewrap (0.7 or newer), and allow user namespaces; docs/security.md"
-        return Finding("warn", f"{what}. They see names, sizes and times of all files", cure)
+        return Finding("warn", f"{what}. They see names, sizes and times of all files{older}", cure)
     return Finding("warn", what, "tools that run code fail here: use a newer kernel, or a container that allows them")
 
 

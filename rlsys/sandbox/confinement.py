@@ -30,23 +30,26 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_PDEATHSIG, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 22, 38
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = (1 << bit for bit in (0, 1, 2, 3, 14))
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
+_TRUNCATE_VERSION = 3
+"""First version of Landlock with a right against truncation (Linux 6.2). An older one lets a program empty every file
+that it may read, by opening it for reading with O_TRUNC; `seccomp` then refuses that."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of an architecture in the tables below, and its number in a filter."""
-_CLONE3, _EXECVE = (435, 435), (59, 221)
+_EXECVE = (59, 221)
 _FIRST_UNKNOWN = 450
 """First system call newer than these tables (Linux 5.17): it and later ones fail with ENOSYS, others with EPERM."""
 
 _ALLOWED = """
 read:0:63 write:1:64 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 preadv:295:69 pwritev:296:70
-preadv2:327:286 pwritev2:328:287 open:2:- openat:257:56 openat2:437:437 creat:85:- close:3:57 close_range:436:436
+preadv2:327:286 pwritev2:328:287 close:3:57 close_range:436:436
 lseek:8:62 stat:4:- lstat:6:- fstat:5:80 newfstatat:262:79 statx:332:291 statfs:137:43 fstatfs:138:44 access:21:-
-faccessat:269:48 faccessat2:439:439 readlink:89:- readlinkat:267:78 getdents:78:- getdents64:217:61 getxattr:191:8
-lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13 getcwd:79:17 chdir:80:49
-fchdir:81:50 umask:95:166 mkdir:83:- mkdirat:258:34 rmdir:84:- rename:82:- renameat:264:38 renameat2:316:276 link:86:-
-linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:- symlinkat:266:36 ftruncate:77:46 fsync:74:82 fdatasync:75:83
-fadvise64:221:223 readahead:187:213 flock:73:32 dup:32:23 dup2:33:- dup3:292:24 sendfile:40:71 copy_file_range:326:285
-mmap:9:222 munmap:11:215 mprotect:10:226 mremap:25:216 madvise:28:233 msync:26:227 mincore:27:232 brk:12:214
+faccessat:269:48 faccessat2:439:439 readlink:89:- readlinkat:267:78 getdents:78:- getdents64:217:61 getcwd:79:17
+chdir:80:49 fchdir:81:50 umask:95:166 mkdir:83:- mkdirat:258:34 rmdir:84:- rename:82:- renameat:264:38
+renameat2:316:276 link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:- symlinkat:266:36 ftruncate:77:46
+fsync:74:82 fdatasync:75:83 fadvise64:221:223 readahead:187:213 flock:73:32 dup:32:23 dup2:33:- dup3:292:24
+sendfile:40:71 copy_file_range:326:285 mmap:9:222 munmap:11:215 mprotect:10:226 mremap:25:216 madvise:28:233
+msync:26:227 mincore:27:232 brk:12:214
 membarrier:324:283
 set_tid_address:218:96 set_robust_list:273:99 get_robust_list:274:100 futex:202:98 futex_waitv:449:449 rseq:334:293
 restart_syscall:219:128 exit:60:93 exit_group:231:94 wait4:61:260 waitid:247:95 arch_prctl:158:- sched_yield:24:124
@@ -67,10 +70,17 @@ getrandom:318:278 getcpu:309:168
 """
 """Allowed system calls, as `NAME:X86_64:ARM64`; `-` where the architecture lacks the call.
 
-Left out are the network and io_uring; processes, namespaces and mounts; other processes; mode, owner, times and
-attributes of files; devices and named pipes; `fallocate`, whose space is not in the kernel's count of written bytes;
+Left out are the network and io_uring; processes, namespaces and mounts; other processes; mode, owner and times of
+files; devices and named pipes; `fallocate`, whose space is not in the kernel's count of written bytes;
 shared memory and queues; keys, tracing, BPF and userfaultfd.
 """
+
+_UNSUPPORTED = """
+setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11
+llistxattr:195:12 flistxattr:196:13 removexattr:197:14 lremovexattr:198:15 fremovexattr:199:16
+"""
+"""Calls on attributes of files, which Landlock does not restrict. They fail with ENOTSUP, as on a file system without
+attributes: programs that copy files expect that."""
 
 _WHOLE = 0xFFFFFFFF
 _CLONE_THREAD, _CLONE_TRACED_OR_APART = 0x10000, 0x2000 | 0x20000 | 0x7E000000
@@ -87,6 +97,19 @@ _ONE_OF = {
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FION*, FIO*CLEX
     "prctl": ((157, 167), 0, (3, 15, 16, 0x53564D41)),  # get dumpable, name of the thread, name of a mapping
 }
+_OPENING = {
+    # arguments with the flags, if any, and with the mode
+    "open": ((2, None), 1, 2),
+    "openat": ((257, 56), 2, 3),
+    "creat": ((85, None), None, 1),
+}
+"""Allowed, but not to make files with a set-uid or set-gid bit nor, below `_TRUNCATE_VERSION`, to truncate files that
+are not opened for writing."""
+_CREATES, _TRUNCATES, _ACCESS, _SET_ID = 0o20000100, 0o1000, 3, 0o6000
+"""Flags O_CREAT and O_TMPFILE, O_TRUNC, O_ACCMODE, and the two bits of a mode."""
+_IN_MEMORY = {"clone3": (435, 435), "openat2": (437, 437)}
+"""Calls whose flags are in memory, where a filter cannot see them. They fail with ENOSYS; the C library then uses clone
+and openat."""
 _KILL, _TGKILL = (62, 129), (234, 131)
 
 
@@ -103,8 +126,9 @@ def main(arguments: Sequence[str]) -> None:
         die_with(asked["parent"])
         limit(**asked["limits"])
         secret = struct.unpack("II", os.urandom(8))
-        guards = confine(asked["folder"], asked["readable"], asked["requires"], secret)
-        os.write(report, " ".join(guards).encode())
+        version = landlock_version(asked["newest_landlock"])
+        guards = confine(asked["folder"], asked["readable"], asked["requires"], secret, version)
+        os.write(report, " ".join([str(version if "landlock" in guards else 0), *guards]).encode())
         if "seccomp" not in guards:
             os.execv(arguments[1], list(arguments[1:]))
         become(arguments[1:], secret)
@@ -135,19 +159,25 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int) ->
         resource.setrlimit(kind, (min(soft, most), most))
 
 
-def confine(folder: str, readable: Iterable[str], requires: Iterable[str], secret: Secret) -> list[str]:
-    """Enable every guard that the kernel supports, and return their names. Raises `CannotConfine` if a required guard
-    is missing."""
+def confine(folder: str, readable: Iterable[str], requires: Iterable[str], secret: Secret, version: int) -> list[str]:
+    """Enable every guard that the kernel supports, and return their names. `version` is that of Landlock. Raises
+    `CannotConfine` if a required guard is missing."""
     _prctl(_SET_NO_NEW_PRIVS, 1)
     drop_capabilities()
     held, problems = [], []
-    guards = {"landlock": lambda: restrict_files(folder, readable), "seccomp": lambda: filter_system_calls(secret)}
+    guards = {
+        "landlock": lambda: restrict_files(folder, readable, version),
+        "seccomp": lambda: filter_system_calls(secret, refuses_truncation=version < _TRUNCATE_VERSION),
+    }
     for name, guard in guards.items():
         try:
             guard()
             held.append(name)
         except CannotConfine as error:
             problems.append(f"{name}: {error}")
+    if held == ["landlock"] and version < _TRUNCATE_VERSION:
+        held.remove("landlock")
+        problems.append(f"landlock: version {version} does not stop truncation without seccomp; Linux 6.2 and newer do")
     if not set(requires) <= set(held):
         raise CannotConfine("; ".join(problems))
     return held
@@ -172,8 +202,10 @@ def become(program: Sequence[str], secret: Secret) -> None:
 # -------------------------------------------------------------------------------------------------------- system calls
 
 
-def filter_system_calls(secret: Secret) -> None:
-    """Install a seccomp filter that allows `_ALLOWED`, threads and one `execve`, and nothing else.
+def filter_system_calls(secret: Secret, *, refuses_truncation: bool) -> None:
+    """Install a seccomp filter that allows `_ALLOWED`, `_OPENING`, threads and one `execve`, and nothing else.
+
+    With `refuses_truncation`, files can be truncated only by opening them for writing.
 
     That `execve` is the launcher's: its arguments contain `secret`, 64 bits that are lost with the launcher's memory. A
     thread that became another program would outlive the parent, since it does not inherit the death signal.
@@ -181,21 +213,22 @@ def filter_system_calls(secret: Secret) -> None:
     machine = platform.machine()
     if machine not in _MACHINES or struct.calcsize("P") != 8:
         raise CannotConfine(f"no filter is written for {machine}")
-    program = _program(*_MACHINES[machine], secret)
+    program = _program(*_MACHINES[machine], secret, refuses_truncation=refuses_truncation)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     _prctl(_SET_SECCOMP, 2, header)
 
 
-def _program(column: int, architecture: int, secret: Secret) -> bytes:
+def _program(column: int, architecture: int, secret: Secret, *, refuses_truncation: bool) -> bytes:
     """Build the filter in BPF: the architecture and the x32 calls, then one block per call, then the refusal.
 
     It sees the low halves of arguments, which is all that the kernel reads of the arguments tested here.
     """
     load_architecture, load_number = _bpf(0x20, 4), _bpf(0x20, 0)
-    equals, at_least = 0x15, 0x35
+    equals, at_least, has_any = 0x15, 0x35, 0x45
     allow, kill = _bpf(0x06, 0x7FFF0000), _bpf(0x06, 0x80000000)
-    refused, absent = (_bpf(0x06, 0x00050000 | code) for code in (errno.EPERM, errno.ENOSYS))
+    codes = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EACCES)
+    refused, absent, unsupported, denied = (_bpf(0x06, 0x00050000 | code) for code in codes)
 
     def block(number: int, answer: bytes) -> bytes:
         return _bpf(equals, number, 0, len(answer) // 8) + answer
@@ -208,22 +241,40 @@ def _program(column: int, architecture: int, secret: Secret) -> bytes:
         tests = (_bpf(equals, value, 0, 1) + allow for value in values)
         return block(numbers[column], _load(argument, _WHOLE) + b"".join(tests) + refused)
 
+    def opening(numbers: tuple[int, int | None], flags: int | None, mode: int) -> bytes:
+        if (number := numbers[column]) is None:
+            return b""
+        answer = _load(mode, _WHOLE) + _bpf(has_any, _SET_ID, 0, 1) + refused
+        if flags is not None:
+            answer = _load(flags, _WHOLE) + _bpf(has_any, _CREATES, 0, len(answer) // 8) + answer
+            if refuses_truncation:
+                tests = (_bpf(equals, _TRUNCATES | access, 0, 1) + denied for access in (os.O_RDONLY, _ACCESS))
+                answer += _load(flags, _TRUNCATES | _ACCESS) + b"".join(tests)
+        return block(number, answer + allow)
+
     itself = [(0, _WHOLE, os.getpid())]
-    allowed = [entry.split(":")[1 + column] for entry in _ALLOWED.split()]
     blocks = [
         load_architecture + _bpf(equals, architecture, 1, 0) + kill,
         load_number + _bpf(at_least, 0x40000000, 0, 1) + kill,
         _bpf(at_least, _FIRST_UNKNOWN, 0, 1) + absent,
-        block(_CLONE3[column], absent),  # a filter cannot see its flags; the C library then uses clone
+        *(block(numbers[column], absent) for numbers in _IN_MEMORY.values()),
         only_if(_EXECVE, [(3, _WHOLE, secret[0]), (4, _WHOLE, secret[1])]),
         only_if(_KILL, itself),
         only_if(_TGKILL, itself),
         *(only_if(*rule) for rule in _ONLY_IF.values()),
         *(one_of(*rule) for rule in _ONE_OF.values()),
-        *(block(int(number), allow) for number in allowed if number != "-"),
+        *(opening(*rule) for rule in _OPENING.values()),
+        *(block(number, unsupported) for number in listed(_UNSUPPORTED, column).values()),
+        *(block(number, allow) for number in listed(_ALLOWED, column).values()),
         refused,
     ]
     return b"".join(blocks)
+
+
+def listed(table: str, column: int) -> dict[str, int]:
+    """System calls of a table by their names, with the numbers of one architecture; without those that it lacks."""
+    entries = (entry.split(":") for entry in table.split())
+    return {name: int(numbers[column]) for name, *numbers in entries if numbers[column] != "-"}
 
 
 def _load(argument: int, mask: int) -> bytes:
@@ -238,13 +289,18 @@ def _bpf(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def restrict_files(folder: str, readable: Iterable[str]) -> None:
+def landlock_version(newest: int | None = None) -> int:
+    """Version of Landlock (its ABI) to use: the kernel's, or `newest` if that is lower; 0 if there is none."""
+    version = max(_LIBC.syscall(444, None, None, ctypes.c_ulong(1)), 0)
+    return version if newest is None else min(version, newest)
+
+
+def restrict_files(folder: str, readable: Iterable[str], version: int) -> None:
     """Restrict files by Landlock: full access beneath `folder`, reading beneath `readable`, nothing elsewhere."""
-    abi = _LIBC.syscall(444, None, None, ctypes.c_ulong(1))
-    if abi < 1:
+    if version < 1:
         raise CannotConfine("this kernel does not have it (Linux 5.13 and newer do, where it is switched on)")
-    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
-    scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if abi >= 6 else 0
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if version >= 6 else 0
     ruleset = _call(444, struct.pack("QQQ", everything, 0, scoped), 24 if scoped else 8, 0)
     _allow(ruleset, folder, everything)
     for path in filter(os.path.exists, readable):

@@ -10,7 +10,8 @@ The program is a fresh interpreter in a temporary folder, with a clean environme
 | limits of the kernel (`setrlimit`) | processor time, address space, size of a file, open files; no core dumps |
 | `landlock` | reading and writing files outside the folder; the interpreter and the system's libraries can be read |
 | `seccomp` | system calls that are not on a list: the network; starting, signalling and tracing processes |
-| `seccomp` | also changes of the mode, owner, times or attributes of any file |
+| `seccomp` | also changes of the mode, owner or times of any file, set-uid and set-gid files, and extended attributes |
+| `seccomp` | where Landlock is older than version 3 (Linux 6.2), also truncation of files that can be read |
 | `bubblewrap` | seeing other files, processes and the network at all; its folder is in memory, with a limited size |
 | the deadline | the program is killed at it, when the episode is cancelled, and when the parent process ends |
 
@@ -108,6 +109,8 @@ class ProgramLimits:
     """Guards without which nothing runs. Without `seccomp` the program could reach the network and start processes that
     outlive it; without `landlock` it could read and delete every file that the training run can. Add `bubblewrap` to
     refuse machines where it does not work."""
+    newest_landlock: int | None = None
+    """Newest version of Landlock that is used, to see what an older kernel guards; None for the kernel's."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,9 @@ class PythonResult:
     """True if the program wrote more than `ProgramLimits.output_bytes`."""
     guards: tuple[str, ...] = ()
     """Active guards, besides the limits."""
+    landlock_version: int = 0
+    """Version of `landlock`, 0 without it. It stops truncation of files from version 3 (Linux 6.2); below, `seccomp`
+    does, and `landlock` is no active guard without that."""
 
     @property
     def is_timeout(self) -> bool:
@@ -170,9 +176,10 @@ async def run_python(code: str, *, stdin: str = "", limits: ProgramLimits = Prog
         report.look()
     assert process.returncode is not None
     text = output.kept.replace(os.fsencode(folder + os.sep), b"").decode(errors="replace")
-    guards = (*(("bubblewrap",) if bwrap else ()), *_parse_report(report.line, process, exceeded, text))
+    landlock, *launched = _parse_report(report.line, process, exceeded, text)
+    guards = (*(("bubblewrap",) if bwrap else ()), *launched)
     exit_code = process.returncode if bwrap is None else _inner_exit_code(process.returncode)
-    return PythonResult(text, exit_code, time.monotonic() - began, exceeded, output.is_cut, guards)
+    return PythonResult(text, exit_code, time.monotonic() - began, exceeded, output.is_cut, guards, int(landlock))
 
 
 def python_tool(limits: ProgramLimits = ProgramLimits()) -> Tool:
@@ -226,6 +233,7 @@ async def _start_program(
         "report": report_socket.fileno(),
         "folder": folder,
         "readable": (*_READABLE, *limits.readable),
+        "newest_landlock": limits.newest_landlock,
         "requires": [guard for guard in limits.requires if guard != "bubblewrap"],
         "limits": {
             "cpu_s": limits.cpu_s,
@@ -369,12 +377,13 @@ def _empty_folder(folder: int, above: int, number: Iterator[int]) -> list[str]:
 
 
 def _parse_report(line: str, process: asyncio.subprocess.Process, exceeded: Watched | None, text: str) -> list[str]:
+    """The version of Landlock, and the names of the active guards."""
     if line.startswith("!"):
         raise _refusal(line[1:])
     if not line and exceeded is None:
         what = f"the launcher of the sandbox, {_LAUNCHER}, ended with exit code {process.returncode}"
         raise ToolError(f"{what}: {text.strip()[:_REASON_CHARS]}" if text.strip() else what)
-    return line.split()
+    return line.split() or ["0"]  # it was killed before it reported
 
 
 def _refusal(reason: object) -> SandboxError:

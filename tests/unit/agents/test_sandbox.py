@@ -14,7 +14,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -38,22 +41,35 @@ FOR_A_MINUTE = f"60.{os.getpid()}"
 """An argument of `sleep` by which the process can be found."""
 
 
-@pytest.fixture(autouse=True, params=["bubblewrap", "no bubblewrap"])
+WAYS = {
+    f"{'' if wraps else 'no '}bubblewrap{f', landlock {version}' if version else ''}": (wraps, version)
+    for version in (None, 1, 2, 3)
+    for wraps in (True, False)
+}
+"""Every test runs with and without bubblewrap, and with the versions of Landlock that older kernels have."""
+NEWEST_LANDLOCK: ContextVar[int | None] = ContextVar("the version that `ran` uses", default=None)
+
+
+@pytest.fixture(autouse=True, params=first_by_day(WAYS, 2))
 def has_bubblewrap(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> bool:
-    """Runs every test in both ways; without it, the PATH has `setarch` alone."""
-    if request.param == "bubblewrap":
-        return requires_bubblewrap()
-    bin_folder = tmp_path_factory.mktemp("bin")
-    if setarch := shutil.which("setarch"):
-        (bin_folder / "setarch").symlink_to(setarch)
-    monkeypatch.setenv("PATH", str(bin_folder))
-    return False
+) -> Iterator[bool]:
+    """Is there bubblewrap? Without it, the PATH has `setarch` alone."""
+    wraps, version = WAYS[request.param]
+    if wraps:
+        requires_bubblewrap()
+    else:
+        bin_folder = tmp_path_factory.mktemp("bin")
+        if setarch := shutil.which("setarch"):
+            (bin_folder / "setarch").symlink_to(setarch)
+        monkeypatch.setenv("PATH", str(bin_folder))
+    token = NEWEST_LANDLOCK.set(version)
+    yield wraps
+    NEWEST_LANDLOCK.reset(token)
 
 
 def ran(code: str, *, stdin: str = "", limits: ProgramLimits = FAST) -> PythonResult:
-    return asyncio.run(run_python(code, stdin=stdin, limits=limits))
+    return asyncio.run(run_python(code, stdin=stdin, limits=replace(limits, newest_landlock=NEWEST_LANDLOCK.get())))
 
 
 # -------------------------------------------------------------------------------------------------- what it comes to
@@ -66,7 +82,9 @@ def test_a_program_reads_its_input_and_says_how_it_ended():
 
 
 def test_this_machine_has_every_guard_and_the_result_tells(has_bubblewrap: bool):
-    assert ran("").guards == (*(("bubblewrap",) if has_bubblewrap else ()), "landlock", "seccomp")
+    result = ran("")
+    assert result.guards == (*(("bubblewrap",) if has_bubblewrap else ()), "landlock", "seccomp")
+    assert result.landlock_version == confined.landlock_version(NEWEST_LANDLOCK.get()) > 0
 
 
 def test_input_that_is_not_read_is_no_problem():
@@ -382,6 +400,18 @@ refused(lambda: os.rename(f, "a"))
     assert given.read_text() == "data"
 
 
+def test_files_in_its_folder_can_be_replaced_and_shortened():
+    code = """
+import os
+with open("f", "w") as file: file.write("abc")
+with open("f", "w+") as file: print(file.read() == "", file.write("abcd"))
+os.close(os.open("f", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o1755))
+with open("f", "r+") as file: print(file.write("abc"), file.truncate(1), os.umask(0))
+print(os.path.getsize("f"), os.stat(os.open("g", os.O_CREAT | os.O_RDONLY, 0o755)).st_mode & 0o7777 == 0o755)
+"""
+    assert ran(code).output == "True 4\n3 1 18\n1 True\n"
+
+
 def test_system_calls_of_newer_kernels_do_not_exist():
     for number in (452, 463, 469):  # fchmodat2, setxattrat, file_setattr
         assert ran(f"{CALL}\nprint(call({number}, -100, b'.', 0, 0))").output == f"{errno.ENOSYS}\n"
@@ -395,16 +425,20 @@ def call(*arguments):
 """.strip()
 
 
+def numbers(column: int) -> dict[str, int]:
+    """All system calls by name that the filter has a rule for, but those of the launcher and signals."""
+    rules = {**confined._ONLY_IF, **confined._ONE_OF, **confined._OPENING}
+    ruled = {name: rule[0][column] for name, rule in rules.items()} | {
+        n: c[column] for n, c in confined._IN_MEMORY.items()
+    }
+    tables = confined.listed(confined._ALLOWED, column) | confined.listed(confined._UNSUPPORTED, column)
+    return tables | {name: number for name, number in ruled.items() if number is not None}
+
+
 def test_every_system_call_outside_the_list_is_refused():
     column = confined._MACHINES[platform.machine()][0]
-    tested = {numbers[column] for numbers, *_ in (*confined._ONLY_IF.values(), *confined._ONE_OF.values())}
-    listed = {entry.split(":")[1 + column] for entry in confined._ALLOWED.split()}
-    tested |= {
-        confined._CLONE3[column],
-        335,
-        336,
-    }  # uretprobe and uprobe of x86: no filter sees them; they end the program
-    others = [n for n in range(confined._FIRST_UNKNOWN) if str(n) not in listed and n not in tested]
+    probes = {335, 336}  # uretprobe and uprobe of x86: no filter sees them; they end the program
+    others = [n for n in range(confined._FIRST_UNKNOWN) if n not in {*numbers(column).values(), *probes}]
     result = ran(f"{CALL}\nprint({{call(number, 0, 0, 0, 0) for number in {others}}})")
     assert result.output == f"{{{errno.EPERM}}}\n" and len(others) > 200
 
@@ -422,19 +456,9 @@ def test_system_calls_have_the_numbers_of_the_kernels_headers(header: str, colum
         pytest.skip(f"no {file}; the package linux-libc-dev has it")
     kernels = dict(re.findall(numbered, file.read_text()))
     kernels.setdefault("newfstatat", kernels.get("fstatat", ""))
-    ours = {entry.split(":")[0]: entry.split(":")[1 + column] for entry in confined._ALLOWED.split()}
-    rules = {**confined._ONLY_IF, **confined._ONE_OF}
-    ours |= {name: str(rule[0][column]) for name, rule in rules.items()}
-    ours |= {
-        name: str(numbers[column])
-        for name, numbers in (
-            ("clone3", confined._CLONE3),
-            ("execve", confined._EXECVE),
-            ("kill", confined._KILL),
-            ("tgkill", confined._TGKILL),
-        )
-    }
-    assert [name for name, number in ours.items() if number not in ("-", kernels.get(name))] == []
+    own = {"execve": confined._EXECVE, "kill": confined._KILL, "tgkill": confined._TGKILL}
+    ours = numbers(column) | {name: given[column] for name, given in own.items()}
+    assert [name for name, number in ours.items() if str(number) != kernels.get(name)] == []
 
 
 def test_root_has_no_powers_left():
@@ -517,7 +541,7 @@ os.write(w, b"x")
         launched = f"""
 from rlsys.sandbox import confinement as confined
 confined._prctl(38, 1)
-confined.restrict_files("/tmp", ["/"])
+confined.restrict_files("/tmp", ["/"], confined.landlock_version())
 {code}"""
         subprocess.run([sys.executable, "-c", launched], check=True)
     finally:
@@ -560,19 +584,21 @@ child = "import subprocess; print(subprocess.Popen(['sleep', '{FOR_A_MINUTE}'], 
 limits = ProgramLimits(requires=("landlock",))
 print(asyncio.run(run_python(child, limits=limits)))
 limits = ProgramLimits(wall_s=1, requires=("landlock",))
-print(asyncio.run(run_python(child + "\\nwhile True: pass", limits=limits)).is_timeout)
+result = asyncio.run(run_python(child + "\\nwhile True: pass", limits=limits))
+print(result.output, result.is_timeout, sep="")
 """
     command = ["setarch", "i686", sys.executable, "-c", code]
     began = time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    pid, is_timeout = result.stdout.splitlines()
+    *pids, is_timeout = result.stdout.splitlines()
     assert time.monotonic() - began < 30 and is_timeout == "True"
     if has_bubblewrap:  # the number is that of another namespace
         assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", FOR_A_MINUTE]]
         return
     if is_apart:
-        os.kill(int(pid), signal.SIGKILL)
-    assert is_gone(int(pid))
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+    assert [is_gone(int(pid)) for pid in pids] == [True, True]
 
 
 @pytest.mark.slow
@@ -677,15 +703,24 @@ try:
     asyncio.run(run_python("print('run')"))
 except SandboxError as error:
     print(error)
-print(asyncio.run(run_python("print('run')", limits=ProgramLimits(requires=("landlock",)))))
+print(asyncio.run(run_python("print('run')", limits=ProgramLimits(requires=("landlock",), newest_landlock=3))))
+try:
+    asyncio.run(run_python("print('run')", limits=ProgramLimits(requires=("landlock",), newest_landlock=2)))
+except SandboxError as error:
+    print(error)
+result = asyncio.run(run_python("print('run')", limits=ProgramLimits(requires=(), newest_landlock=2)))
+print(result, "landlock" in result.guards, result.landlock_version)
 """
     command = ["setarch", "i686", sys.executable, "-c", code]
-    refused, allowed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    refused, allowed, empties, unguarded = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert refused == (
         "cannot run a program in the sandbox: seccomp: no filter is written for i686; "
         "see `rlsys.sandbox.python_sandbox.ProgramLimits.requires`"
     )
-    assert allowed == "run"
+    assert allowed == "run" and unguarded == "run False 0"
+    assert "landlock: version 2 does not stop truncation without seccomp; Linux 6.2 and newer do" in empties
 
 
 def test_bubblewrap_may_be_required(has_bubblewrap: bool):

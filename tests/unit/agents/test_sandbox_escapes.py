@@ -1,5 +1,5 @@
 """Attempts to escape from the sandbox or to abuse it: one program makes them all, as root and as another user, with
-and without bubblewrap.
+and without bubblewrap, and with the versions of Landlock that older kernels have.
 
 An attempt is contained if it raises `OSError`; a system call, if the filter refuses it. Should one succeed, it does no
 harm to the machine. Attempts that need a program of their own, such as floods and evaded
@@ -16,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +25,7 @@ import pytest
 
 from rlsys.sandbox import bubblewrap, confinement
 from rlsys.sandbox.python_sandbox import ProgramLimits, run_python
+from tests.by_day import first_by_day
 from tests.processes import requires_bubblewrap
 
 pytestmark = pytest.mark.slow
@@ -103,6 +106,15 @@ CALLS = {
     "leave the process group": "109 154 0, 0",
     "type into a terminal": "16 29 0, 0x5412, b'a'",
     "clone a file's blocks": "16 29 1, 0x40049409, 0",
+    "empty a file that it may read": "76 45 given, 0",
+    "empty a file that it may read, by openat2": "437 437 -100, given, how(os.O_TRUNC), 24",
+    "make a set-uid file by openat2": "437 437 -100, b's1', how(os.O_CREAT | os.O_WRONLY, 0o4755), 24",
+    "make a set-uid file by creat": "85 -1 b's2', 0o4755",
+    "make a set-gid file by creat": "85 -1 b's3', 0o2755",
+    "make a file set-uid by fchmodat2": "452 452 -100, b'main.py', 0o4755, 0",
+    "read an attribute by getxattrat": "464 464 -100, given, 0, b'user.rlsys', attribute(), 16",
+    "list attributes by listxattrat": "465 465 -100, given, 0, bytes(64), 64",
+    "set an attribute by setxattrat": "463 463 -100, b'main.py', 0, b'user.rlsys', attribute(), 16",
     "become another program by descriptor": "322 281 0, b'', 0, 0, 0x1000",
 }
 
@@ -145,6 +157,17 @@ ATTEMPTS = {
     "a device file": "os.mknod('d', 0o60666, 0x800)",
     "a named pipe": "os.mkfifo('p')",
     "a set-uid file": "os.chmod('main.py', 0o4755)",
+    "a set-uid file by descriptor": "os.chmod(os.open('main.py', 0), 0o4755)",
+    "a set-uid file when it is made": "os.open('s4', os.O_CREAT | os.O_WRONLY, 0o4755)",
+    "a set-gid file when it is made": "os.open('s5', os.O_CREAT | os.O_RDONLY, 0o2755)",
+    "a set-uid file without a name": "os.open('.', os.O_TMPFILE | os.O_WRONLY, 0o4755)",
+    "a set-uid file as a node": "os.mknod('s6', 0o104755)",
+    "a set-gid folder": "os.path.lexists('s7') or os.mkdir('s7', 0o6755); os.stat('s7').st_mode & 0o6000 or refuse()",
+    "a readable file emptied by reading": "os.open(given, os.O_RDONLY | os.O_TRUNC)",
+    "a readable file emptied by reading or making": "os.open(given, os.O_RDONLY | os.O_CREAT | os.O_TRUNC)",
+    "a readable file emptied without access": "os.open(given, os.O_ACCMODE | os.O_TRUNC)",
+    "a readable file emptied by writing": "os.open(given, os.O_WRONLY | os.O_TRUNC)",
+    "a readable file emptied by both": "os.open(given, os.O_RDWR | os.O_CREAT | os.O_TRUNC)",
     "a file through a symbolic link": "os.path.lexists('l') or os.symlink('/etc/passwd', 'l'); open('l')",
     "a folder through a symbolic link": "os.path.lexists('m') or os.symlink('/', 'm'); os.listdir('m/etc')",
     "a hard link to a file outside": "os.link('/etc/passwd', 'h')",
@@ -160,6 +183,24 @@ ATTEMPTS = {
     "a lease on a file": "fcntl.fcntl(os.open('main.py', 0), 1024, 0)",
     "notification of a folder": "fcntl.fcntl(os.open('.', 0), 1026, 1)",
     "limits of the parent": "resource.prlimit(parent, resource.RLIMIT_NOFILE, (8, 8))",
+}
+
+ATTRIBUTES = {
+    # attributes of files, which the filter refuses as a file system without them does
+    "an attribute of a readable file": "os.getxattr(given, 'user.rlsys')",
+    "an attribute of a descriptor": "os.getxattr(os.open(given, 0), 'user.rlsys')",
+    "an attribute of a link": "os.getxattr(given, 'user.rlsys', follow_symlinks=False)",
+    "an attribute of a file elsewhere": "os.getxattr('/etc/passwd', 'user.rlsys')",
+    "an attribute of its own": "os.getxattr('main.py', 'user.rlsys')",
+    "names of attributes": "os.listxattr(given)",
+    "names of attributes of a descriptor": "os.listxattr(os.open(given, 0))",
+    "names of attributes of a link": "os.listxattr(given, follow_symlinks=False)",
+    "an attribute set": "os.setxattr('main.py', 'user.rlsys', b'1')",
+    "an attribute of a descriptor set": "os.setxattr(os.open('main.py', 0), 'user.rlsys', b'1')",
+    "an attribute of a link set": "os.setxattr('main.py', 'user.rlsys', b'1', follow_symlinks=False)",
+    "an attribute removed": "os.removexattr(given, 'user.rlsys')",
+    "an attribute of a descriptor removed": "os.removexattr(os.open(given, 0), 'user.rlsys')",
+    "an attribute of a link removed": "os.removexattr(given, 'user.rlsys', follow_symlinks=False)",
 }
 
 HIDDEN = {
@@ -181,8 +222,12 @@ HIDDEN = {
 }
 
 PROGRAM = """
-import ctypes, fcntl, json, os, resource, socket as s
-libc, me, parent, report = ctypes.CDLL(None, use_errno=True), os.getpid(), os.getppid(), {}
+import ctypes, fcntl, json, os, resource, socket as s, struct
+given, libc, me, parent, report = GIVEN, ctypes.CDLL(None, use_errno=True), os.getpid(), os.getppid(), {}
+def how(flags, mode=0):
+    return struct.pack("QQQ", flags, mode, 0)
+def attribute():
+    return struct.pack("QII", ctypes.addressof(ctypes.create_string_buffer(64)), 64, 0)
 def refuse():
     raise OSError(2, "refused")
 def call(*arguments):
@@ -201,10 +246,28 @@ print(json.dumps(report))
 def attempts() -> dict[str, str]:
     column = confinement._MACHINES[platform.machine()][0]
     split = {name: text.split(" ", 2) for name, text in CALLS.items()}
-    return {name: f"call({parts[column]}, {parts[2]})" for name, parts in split.items()} | ATTEMPTS | HIDDEN
+    return (
+        {name: f"call({parts[column]}, {parts[2]})" for name, parts in split.items()} | ATTEMPTS | ATTRIBUTES | HIDDEN
+    )
 
 
-def run_as_nobody(program: str, folder: Path, *, has_bubblewrap: bool) -> str:
+@dataclass(frozen=True)
+class Way:
+    """How the program runs. `landlock` is the newest version that is used; None for the kernel's."""
+
+    user: str
+    has_bubblewrap: bool
+    landlock: int | None
+
+    def __str__(self) -> str:
+        parts = (self.user, "bubblewrap" * self.has_bubblewrap, f"landlock {self.landlock}" * bool(self.landlock))
+        return ", ".join(filter(None, parts))
+
+
+WAYS = [Way(user, wraps, v) for v in (None, 1, 2, 3) for wraps in (False, True) for user in ("this user", "nobody")]
+
+
+def run_as_nobody(program: str, folder: Path, given: Path, way: Way) -> str:
     """Start the launcher as a user without powers, from a copy that this user can read."""
     launcher, home = shutil.copy(confinement.__file__, folder / "launcher.py"), folder / "home"
     home.mkdir()
@@ -212,17 +275,18 @@ def run_as_nobody(program: str, folder: Path, *, has_bubblewrap: bool) -> str:
     main.write_text(program)
     for path in (folder, home, launcher):
         Path(path).chmod(0o755)
-    os.chown(home, NOBODY, NOBODY)
+    for path in (home, given):
+        os.chown(path, NOBODY, NOBODY)
     read, write = os.pipe()
     limits = {"cpu_s": 5, "memory_bytes": 1 << 28, "file_bytes": 1 << 24, "open_files": 64}
-    readable = ["/usr", "/lib", "/lib64"]
-    parent = 1 if has_bubblewrap else os.getpid()
+    readable = ["/usr", "/lib", "/lib64", str(given)]
+    parent = 1 if way.has_bubblewrap else os.getpid()
     asked = {"parent": parent, "report": write, "folder": str(home), "readable": readable}
-    asked |= {"requires": ["landlock", "seccomp"], "limits": limits}
+    asked |= {"requires": ["landlock", "seccomp"], "limits": limits, "newest_landlock": way.landlock}
     command = [SYSTEM_PYTHON, "-I", "-S", launcher, json.dumps(asked), SYSTEM_PYTHON, "-I", "main.py"]
-    given = os.open(main, os.O_RDONLY)
-    if has_bubblewrap:
-        paths = {"folder": str(home), "main": given, "readable": [*readable, str(launcher)]}
+    source = os.open(main, os.O_RDONLY)
+    if way.has_bubblewrap:
+        paths = {"folder": str(home), "main": source, "readable": [*readable, str(launcher)]}
         command = [*bubblewrap.command(shutil.which("bwrap") or "", **paths, num_bytes=1 << 24), *command]
     who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     try:
@@ -230,7 +294,7 @@ def run_as_nobody(program: str, folder: Path, *, has_bubblewrap: bool) -> str:
             command,
             check=False,
             cwd=home,
-            pass_fds=[write, *([given] if has_bubblewrap else [])],
+            pass_fds=[write, *([source] if way.has_bubblewrap else [])],
             capture_output=True,
             text=True,
             start_new_session=True,
@@ -238,42 +302,66 @@ def run_as_nobody(program: str, folder: Path, *, has_bubblewrap: bool) -> str:
             **who,
         )
     finally:
-        os.close(given)
+        os.close(source)
         os.close(read)
         os.close(write)
     return ran.stdout or ran.stderr
 
 
-WAYS = ["this user", "nobody", "this user, bubblewrap", "nobody, bubblewrap"]
+def run_as_this_user(program: str, given: Path, way: Way) -> str:
+    limits = ProgramLimits(wall_s=20, readable=(str(given),), newest_landlock=way.landlock)
+    with pytest.MonkeyPatch.context() as patch:
+        if not way.has_bubblewrap:
+            patch.setenv("PATH", "")
+        result = asyncio.run(run_python(program, limits=limits))
+    assert ("bubblewrap" in result.guards) == way.has_bubblewrap
+    assert result.landlock_version == confinement.landlock_version(way.landlock) > 0
+    return result.output
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=first_by_day(WAYS, 6), ids=str)
+def way(request: pytest.FixtureRequest) -> Way:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def report(way: str) -> dict[str, int]:
-    program = PROGRAM.replace("ATTEMPTS", repr([*attempts().items()]))
-    has_bubblewrap = "bubblewrap" in way and requires_bubblewrap()
-    if "nobody" not in way:
-        with pytest.MonkeyPatch.context() as patch:
-            if not has_bubblewrap:
-                patch.setenv("PATH", "")
-            result = asyncio.run(run_python(program, limits=ProgramLimits(wall_s=20)))
-        assert ("bubblewrap" in result.guards) == has_bubblewrap
-        return json.loads(result.output)
-    if os.getuid() != 0 or not Path(SYSTEM_PYTHON).exists():
+def report(way: Way) -> dict[str, int]:
+    if way.has_bubblewrap:
+        requires_bubblewrap()
+    if way.user == "nobody" and (os.getuid() != 0 or not Path(SYSTEM_PYTHON).exists()):
         pytest.skip(f"needs root, to become another user, and {SYSTEM_PYTHON}")
-    with TemporaryDirectory() as folder:  # pytest's own are closed to other users
-        return json.loads(run_as_nobody(program, Path(folder), has_bubblewrap=has_bubblewrap))
+    with TemporaryDirectory() as name:  # pytest's own are closed to other users
+        folder = Path(name).resolve()
+        given = folder / "given"
+        given.write_text("42")
+        with suppress(OSError):  # a tmpfs has no such attributes before Linux 6.6
+            os.setxattr(given, "user.rlsys", b"42")
+        before = given.read_text(), os.listxattr(given)
+        program = PROGRAM.replace("ATTEMPTS", repr([*attempts().items()])).replace("GIVEN", repr(str(given)))
+        if way.user == "nobody":
+            output = run_as_nobody(program, folder, given, way)
+        else:
+            output = run_as_this_user(program, given, way)
+        assert (given.read_text(), os.listxattr(given)) == before
+        return json.loads(output)
 
 
-@pytest.mark.parametrize("attempt", [*CALLS, *ATTEMPTS, *HIDDEN])
-def test_every_attempt_is_contained(way: str, report: dict[str, int], attempt: str):
-    if attempt in HIDDEN and "bubblewrap" not in way:
+@pytest.mark.parametrize("attempt", [*CALLS, *ATTEMPTS, *ATTRIBUTES, *HIDDEN])
+def test_every_attempt_is_contained(way: Way, report: dict[str, int], attempt: str):
+    if attempt in HIDDEN and not way.has_bubblewrap:
         pytest.skip("only bubblewrap contains it")
-    assert report[attempt] in (errno.EPERM, errno.ENOSYS) if attempt in CALLS else report[attempt] != 0
+    if attempt in CALLS:
+        assert report[attempt] in (errno.EPERM, errno.ENOSYS)
+    elif attempt in ATTRIBUTES:
+        assert report[attempt] == errno.ENOTSUP
+    else:
+        assert report[attempt] != 0
+
+
+def test_the_documentation_counts_the_attempts():
+    always = len(CALLS) + len(ATTEMPTS) + len(ATTRIBUTES)
+    text = (ROOT / "docs" / "security.md").read_text()
+    assert f"{always} of them with and without\nbubblewrap, and {len(HIDDEN)} more with it." in text
 
 
 def test_a_program_in_bubblewrap_sees_only_its_own_paths():

@@ -23,6 +23,7 @@ from rlsys.launch.doctor import (
     ray_token,
     shadowing,
 )
+from rlsys.sandbox import confinement
 
 HOME = Path("/home/me/rlsys")
 HEALTHY = Facts(
@@ -124,6 +125,14 @@ def test_each_ailment_is_named_with_its_cure(facts: Facts, level: str, what: str
     assert cure in finding.cure
 
 
+@pytest.mark.parametrize("guards", [("bubblewrap", "landlock", "seccomp"), ("landlock", "seccomp")])
+def test_an_old_landlock_is_named_with_what_stands_for_it(guards: tuple[str, ...]):
+    (finding,) = [
+        f for f in diagnose(replace(HEALTHY, sandbox_guards=guards, landlock_version=2)) if "sandbox" in f.what
+    ]
+    assert "Landlock has version 2: seccomp stops truncation in its place" in finding.what
+
+
 def test_a_machine_without_torch_and_ray_needs_make_setup():
     bare = replace(HEALTHY, versions={"rich": "15.0.0"})
     assert {f.cure for f in diagnose(bare) if f.level == "fail"} == {"make setup"}
@@ -140,6 +149,7 @@ def test_this_machine_is_inspected_and_its_packages_are_ours():
     assert shadowing(facts.origins).level == "ok"
     assert facts.origins["workers"] == home / "workers" / "__init__.py"
     assert facts.python == sys.version_info[:3]
+    assert facts.landlock_version == confinement.landlock_version()
     assert "torch" in facts.versions
     assert "ray" in facts.required
     ensure_not_shadowed()
