@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 
@@ -39,6 +40,17 @@ def daemonise_after_the_programs_end() -> None:
     daemonise()
 
 
+def become_a_child_again_and_again() -> None:
+    """Be another process every moment, for a minute."""
+    os.setsid()
+    os.close(STARTED[1])
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        if os.fork():
+            os._exit(0)
+    sys.exit()
+
+
 WAYS: dict[str, Callable[[], None]] = {
     "a daemon": daemonise,
     "a child": lambda: None,
@@ -47,6 +59,7 @@ WAYS: dict[str, Callable[[], None]] = {
     "ignored signals": ignore_signals,
     "another program without an environment": become_another_program,
     "a daemon after the program's end": daemonise_after_the_programs_end,
+    "another process every moment": become_a_child_again_and_again,
 }
 STARTED = os.pipe()
 """Its second end is closed once the process to stay has prepared itself."""
@@ -57,7 +70,7 @@ def main(way: str, pipe: str, tail: str = "") -> None:
     os.set_inheritable(held, True)
     if not os.fork():
         WAYS[way]()
-        os.closerange(STARTED[1], STARTED[1] + 1)  # one way has closed it
+        os.closerange(STARTED[1], STARTED[1] + 1)  # some ways have closed it
         stay()
     os.close(STARTED[1])
     os.read(STARTED[0], 1)

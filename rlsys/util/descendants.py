@@ -12,7 +12,8 @@ the program's, or 128 + the number of the signal that killed it; SIGTERM ends th
 
 Descendants are known by a mark: a random value of `RLIMIT_LOCKS`, a limit that Linux has had no use for since 2.4.
 Every process inherits it, also in a session of its own, with another environment, or after the end of its parent. A
-process that changes this limit, or becomes another user, is not found. This module imports nothing of `rlsys`.
+process escapes if it changes this limit, becomes another user, or is another process in another group every moment.
+This module imports nothing of `rlsys`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import sys
 _SET_PDEATHSIG = 1  # linux/prctl.h
 _RLIMIT_LOCKS = 10  # asm-generic/resource.h
 _FEWEST_LOCKS = 1 << 32
-_SWEEPS = 100
-"""Most searches for descendants. One that finds no more is the last; a fork bomb makes more between two."""
+_SWEEPS, _QUIET_SWEEPS = 100, 2
+"""Most searches for descendants, as a fork bomb makes more between two; and how many in a row have to find no new one.
+A single one may miss a process that replaces itself by a child."""
 
 
 def launcher_command(program: list[str]) -> list[str]:
@@ -71,21 +73,28 @@ def end_descendants_with_this() -> int:
 def _kill_all_marked(mark: int) -> None:
     """Kill every process with the mark but this one, and those that they start meanwhile."""
     killed: set[int] = set()
+    num_quiet = 0
     for _ in range(_SWEEPS):
         found = _kill_marked(mark)
-        if found <= killed:  # those that are left have not been reaped yet
+        num_quiet = num_quiet + 1 if found <= killed else 0  # killed ones may not have been reaped yet
+        if num_quiet == _QUIET_SWEEPS:
             break
         killed |= found
 
 
 def _kill_marked(mark: int) -> set[int]:
-    """Kill the processes that have the mark now, and return their numbers."""
+    """Kill the processes that have the mark now, with their groups, and return their numbers.
+
+    The kernel kills a group at once, so that no member can become another process meanwhile. All processes of a group
+    have the same mark, since each that chooses a mark has a group of its own.
+    """
     found = set()
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):  # noqa: PTH208  (pathlib takes long to import)
         try:
+            group = os.getpgid(pid)
             if pid != os.getpid() and _has_mark(pid, mark):
-                os.kill(pid, signal.SIGKILL)
                 found.add(pid)
+                os.kill(-group if group != os.getpgrp() else pid, signal.SIGKILL)
         except OSError:
             continue  # it has ended
     return found
