@@ -249,7 +249,7 @@ async def _start_program(
             try:
                 given.write(stdin.encode(errors="replace"))
                 given.seek(0)
-                process = await asyncio.create_subprocess_exec(
+                creation = asyncio.create_subprocess_exec(
                     *(*wrapped, *launcher, *program),
                     stdin=given,
                     stdout=write,
@@ -259,6 +259,7 @@ async def _start_program(
                     pass_fds=[report_socket.fileno(), *files],
                     start_new_session=True,
                 )
+                process = await _finish_or_kill(asyncio.ensure_future(creation))
             except OSError as error:
                 raise ToolError(f"cannot start a program: {error}") from error
         write.close()  # the program has inherited both
@@ -266,9 +267,25 @@ async def _start_program(
         try:
             yield process
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            await _kill_group(process)
+
+
+async def _finish_or_kill(creation: asyncio.Future[asyncio.subprocess.Process]) -> asyncio.subprocess.Process:
+    """Wait for the process. Cancellation kills its group.
+
+    asyncio would kill the process alone. A bubblewrap that has just forked would then leave a child that waits forever.
+    """
+    try:
+        return await asyncio.shield(creation)
+    except asyncio.CancelledError:
+        await _kill_group(await creation)
+        raise
+
+
+async def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 async def _wait_for_limit(

@@ -653,6 +653,33 @@ def test_a_cancelled_program_is_killed_and_its_folder_removed():
     assert not Path(folder).exists()
 
 
+def test_a_program_cancelled_while_it_starts_leaves_no_process():
+    before, left = children(), []
+
+    async def cancelled(num_turns: int) -> None:
+        task = asyncio.create_task(run_python(FOREVER, limits=FAST))
+        while not (started := children() - before):  # noqa: ASYNC110  (another process sets no event)
+            await asyncio.sleep(0)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        (child,) = started
+        left.extend(pid for pid in psutil.pids() if group_of(pid) == child.pid)
+
+    for num_turns in range(30):
+        asyncio.run(cancelled(num_turns % 3))
+    assert all(is_gone(pid) for pid in left)
+
+
+def group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
 def test_a_program_ends_with_the_process_that_asked_for_it():
     assert is_gone(left_by_a_killed_parent(FOREVER))
 

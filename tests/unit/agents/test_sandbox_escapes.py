@@ -416,6 +416,7 @@ def as_nobody(home: str, *command: str | Path) -> subprocess.CompletedProcess[st
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # with every version of Landlock
 def test_the_suite_passes_as_another_user_too():
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
