@@ -635,6 +635,7 @@ print("made")
 
 
 def test_a_cancelled_program_is_killed_and_its_folder_removed():
+    ran("")  # the first program of a process tries bubblewrap before
     before = children()
 
     async def cancelled() -> tuple[psutil.Process, str]:
@@ -654,6 +655,7 @@ def test_a_cancelled_program_is_killed_and_its_folder_removed():
 
 
 def test_a_program_cancelled_while_it_starts_leaves_no_process():
+    ran("")  # as above
     before, left = children(), []
 
     async def cancelled(num_turns: int) -> None:
