@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlsys.dashboard.connections import DEFAULT_LIMITS, ConnectionLimits
+from rlsys.dashboard.connections import DEFAULT_LIMITS
 from rlsys.dashboard.listener import Listener
 from rlsys.dashboard.serve import Dashboard
+from rlsys.util.connection_limits import ConnectionLimits
 
 
 @contextmanager

@@ -1,33 +1,22 @@
-"""Limits of the dashboard's connections: their number, and the time that requests and answers may take."""
+"""Connections of the dashboard: their limits, which uvicorn has only in part."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rlsys.util.connection_limits import SPARE, ConnectionLimits
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Limits of a server's connections. They leave room for browsers, and none for whoever holds connections open."""
-
-    most: int = 256
-    """Open connections. A request over one more is answered 503."""
-    request_s: float = 10.0
-    """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
-    idle_s: int = 5
-    """Seconds between two requests of a connection."""
-    answer_s: float = 30.0
-    """Seconds in which a client that reads too slowly has to catch up. Then the connection is closed."""
-
-
-DEFAULT_LIMITS = ConnectionLimits()
+DEFAULT_LIMITS = ConnectionLimits(most=256, request_s=10.0)
+"""They leave room for browsers. The dashboard reads no bodies."""
 
 
 def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
-    """Return uvicorn's protocol, which has no deadlines for headers and for reading answers, with both."""
+    """Return uvicorn's protocol with what it lacks: deadlines for headers and for reading answers, and an end of
+    connections far over the limit. To those a little over it uvicorn answers 503."""
+    most = limits.num_open + SPARE
 
     class Connection(H11Protocol):
         _late: asyncio.TimerHandle | None = None
@@ -36,6 +25,8 @@ def protocol_of(limits: ConnectionLimits) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore[bad-override]
             super().connection_made(transport)
             self._expect()
+            if len(self.connections) > most:
+                transport.abort()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

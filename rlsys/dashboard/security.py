@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlsys.dashboard.responses import ErrorAnswer
 from rlsys.errors import ConfigError
+from rlsys.util.bearer_token import bearer_token
 
 TOKEN_VARIABLE = "RLSYS_DASHBOARD_TOKEN"
 
@@ -128,8 +129,8 @@ class Guard:
         given = request.query_params.get("token")
         if access.token is not None and given is not None and access.admits(token=given):
             return self._exchange()
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not access.admits(token=bearer, cookie=request.cookies.get(access.cookie, "")):
+        bearer = bearer_token(request.headers.getlist("authorization"))
+        if not access.admits(token=bearer or "", cookie=request.cookies.get(access.cookie, "")):
             error = f"a token is needed: open the address that `rlsys dashboard` printed, or /?token=${TOKEN_VARIABLE}"
             return error_response(401, error, {"WWW-Authenticate": "Bearer"})
         return None

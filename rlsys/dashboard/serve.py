@@ -15,14 +15,14 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from rlsys.dashboard.connections import DEFAULT_LIMITS, ConnectionLimits, protocol_of
+from rlsys.dashboard.connections import DEFAULT_LIMITS, protocol_of
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.http_server import app_of
 from rlsys.dashboard.index.folders import RunFolder
@@ -32,6 +32,7 @@ from rlsys.dashboard.query.queries import Readings
 from rlsys.dashboard.query.table_queries import Tables
 from rlsys.dashboard.security import Guard
 from rlsys.dashboard.stream import Changes
+from rlsys.util.connection_limits import ConnectionLimits
 from rlsys.util.logs import BoundedLog
 
 _GOODBYE_S = 2
@@ -59,11 +60,12 @@ class Dashboard:
             log_level="error",
             access_log=False,  # it would contain the token
             server_header=False,
-            limit_concurrency=limits.most,
-            timeout_keep_alive=limits.idle_s,
+            limit_concurrency=limits.num_open,
+            timeout_keep_alive=ceil(limits.request_s),
             timeout_graceful_shutdown=_GOODBYE_S,
         )
-        logging.getLogger("uvicorn.error").addFilter(BoundedLog())
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(BoundedLog())
         self._server, self._socket = _Server(config, changes), listener.socket
 
     def serve(self) -> None:

@@ -2,18 +2,15 @@
 
 | status | when |
 | --- | --- |
-| 400 | the request is damaged or invalid, or asks for an unsupported feature |
+| 400 | the request is invalid, or asks for an unsupported feature |
 | 400 | `context_length_exceeded`; `budget_spent`; `messages_refused` |
 | 401 | the token belongs to another session |
-| 404, 405 | no such session, path, method or agent (`model_not_found`) |
-| 408 | the body takes longer than `GatewayLimits.body_s` to arrive |
+| 404 | no such session, response or agent (`model_not_found`) |
 | 410 | the session is over |
-| 413 | the body is larger than `MAX_BODY` |
-| 417 | the header `Expect` asks for anything but `100-continue` |
 | 500 | a bug: it is also raised in the workflow |
 | 503 | the infrastructure failed: that is also raised in the workflow, and the group is reissued |
-| 503 | `too_many_connections`: more than `GatewayLimits.most` |
 
+`rlsys.gateway.http_front` has the statuses of what comes before: damaged and slow requests, and too many connections.
 If a client disconnects before the reply is complete, its sampling is cancelled and nothing is recorded. A stream is
 sent while the reply is sampled. What fails after its first text ends it with an error event instead of a status.
 """
@@ -23,63 +20,37 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import orjson
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.typedefs import Handler
 
 from rlsys.agents.agent import AgentStopped, ContextFull
 from rlsys.agents.session import Session
 from rlsys.errors import DataError, TaskTooLong, WorkerError
-from rlsys.gateway.answers import AnswerForm, Refused
+from rlsys.gateway.answers import Refused
 from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, read_request
 from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
 from rlsys.gateway.conversations import Conversations, TellChoice
-from rlsys.gateway.http_exchange import Replies, Samples, in_openai_form, json_response, model_object, stream_response
+from rlsys.gateway.http_exchange import Replies, has_token, json_response, model_object
+from rlsys.gateway.http_front import DEFAULT_LIMITS, HttpFront
 from rlsys.gateway.model_responses import ResponsesAnswer, ResponsesRequest
 from rlsys.types import Message
-from rlsys.util.logs import BoundedLog
+from rlsys.util.connection_limits import ConnectionLimits
 
 T = TypeVar("T")
 Refusal: TypeAlias = AgentStopped | TaskTooLong | DataError
 """Reasons to refuse a request that are not failures of the run."""
 
 HOST = "127.0.0.1"
-MAX_BODY = 32 << 20
-"""Largest request, in bytes: some million tokens of text."""
 GRACE_S = 1.0
 """Seconds that cancelled work of the client's side may take to end."""
-_LOG = logging.getLogger(__name__)
-_LOG.addFilter(BoundedLog())
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayLimits:
-    """Limits of a gateway's connections. They leave room for agents, and none for whoever holds connections open."""
-
-    most: int = 4096
-    """Open connections. A request over a later one is answered 503, and that connection closed."""
-    idle_s: float = 30.0
-    """Seconds from the connection, or from the last response, to the end of the next request's headers. Then the
-    connection is closed, since agents leave theirs open. `httpx` reuses none after 5 s and `aiohttp` none after 15 s,
-    so that no connection is closed during a request."""
-    body_s: float = 30.0
-    """Seconds from the headers of a request to the end of its body."""
-    answer_s: float = 30.0
-    """Seconds until the client has read an answer, but for what fits into buffers. Then the connection is closed."""
-
-
-DEFAULT_LIMITS = GatewayLimits()
 
 
 class Endpoint:
@@ -214,30 +185,19 @@ class Endpoint:
 class Gateway:
     """One listening socket for the sessions of a process, in their event loop."""
 
-    def __init__(self, limits: GatewayLimits = DEFAULT_LIMITS) -> None:
-        self._limits = limits
+    def __init__(self, limits: ConnectionLimits = DEFAULT_LIMITS) -> None:
         self._secret = secrets.token_bytes(32)
         self.endpoints: dict[int, Endpoint] = {}
         """Endpoints of open sessions, by number."""
         self._num_sessions = 0
-        app = web.Application(
-            client_max_size=MAX_BODY, middlewares=[self._write_response, in_openai_form, self._limit_connections]
-        )
-        app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
-        app.router.add_post("/s/{session}/v1/completions", self._complete)
-        app.router.add_post("/s/{session}/v1/responses", self._respond)
-        app.router.add_get("/s/{session}/v1/models", self._models)
-        app.router.add_get("/s/{session}/v1/models/{model:.+}", self._model)
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            logger=_LOG,
-            shutdown_timeout=0,
-            keepalive_timeout=limits.idle_s,
-            lingering_time=limits.body_s,
-            auto_decompress=False,  # no client of OpenAI compresses
-        )
+        routes = [
+            web.post("/s/{session}/v1/chat/completions", self._chat),
+            web.post("/s/{session}/v1/completions", self._complete),
+            web.post("/s/{session}/v1/responses", self._respond),
+            web.get("/s/{session}/v1/models", self._models),
+            web.get("/s/{session}/v1/models/{model:.+}", self._model),
+        ]
+        self._front = HttpFront(routes, self._endpoint, limits)
         self._port = 0
         self._starting = asyncio.Lock()
         self.num_users = 0
@@ -246,13 +206,11 @@ class Gateway:
         """Listen on a free port of the loopback interface. Does nothing if it listens already."""
         async with self._starting:
             if self._port == 0:
-                await self._runner.setup()
-                await web.TCPSite(self._runner, HOST, 0).start()
-                self._port = self._runner.addresses[0][1]
+                self._port = await self._front.listen(HOST, 0)
 
     async def close(self) -> None:
         """Close the socket and every connection."""
-        await self._runner.cleanup()
+        await self._front.close()
 
     @asynccontextmanager
     async def serve(self, session: Session) -> AsyncIterator[Endpoint]:
@@ -276,8 +234,7 @@ class Gateway:
         number = int(name) if name.isdecimal() and len(name) < 16 else self._num_sessions
         if number >= self._num_sessions:
             raise Refused(404, f"there is no session {name}", code="session_not_found")
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self._key(number)}".encode()):
+        if not has_token(request, self._key(number)):
             raise Refused(401, f"the token is not that of session {name}", code="invalid_api_key")
         if number not in self.endpoints:
             raise _over()
@@ -285,62 +242,23 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoint(request)
-        asked = read_request(await self._body(request), ChatRequest)
+        asked = read_request(await self._front.body(request), ChatRequest)
         answer = ChatAnswer(endpoint.next_number(), asked)
-        return await self._send_answer(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
+        return await self._front.send(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoint(request)
-        asked = read_request(await self._body(request), CompletionRequest)
+        asked = read_request(await self._front.body(request), CompletionRequest)
         answer = CompletionAnswer(endpoint.next_number(), asked)
-        return await self._send_answer(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
+        return await self._front.send(request, answer, partial(endpoint.reply, asked), is_streamed=asked.stream)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoint(request)
-        asked = read_request(await self._body(request), ResponsesRequest)
+        asked = read_request(await self._front.body(request), ResponsesRequest)
         chat = asked.chat(endpoint.before(asked))
         answer = ResponsesAnswer(endpoint.next_number(), asked, chat)
         sample = partial(endpoint.respond, asked, chat, answer.id)
-        return await self._send_answer(request, answer, sample, is_streamed=asked.stream)
-
-    async def _send_answer(
-        self, request: web.Request, answer: AnswerForm, sample: Samples, *, is_streamed: bool | None
-    ) -> web.StreamResponse:
-        if is_streamed:
-            return await stream_response(request, answer, sample, self._limits.answer_s)
-        return json_response(answer.whole(await sample(None)))
-
-    async def _body(self, request: web.Request) -> bytes:
-        """Read a body. Waits for the client; unblocked by the body, its deadline, or the end of the connection."""
-        try:
-            async with asyncio.timeout(self._limits.body_s):
-                return await request.read()
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {self._limits.body_s:g} s") from None
-        except (web.RequestPayloadError, HttpProcessingError) as error:
-            raise Refused(400, f"the body cannot be read: {error}") from None
-
-    @web.middleware
-    async def _write_response(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Send the answer. Waits for the client to read it; unblocked by its deadline, or the end of the connection."""
-        response = await handler(request)
-        try:
-            async with asyncio.timeout(self._limits.answer_s):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
-        return response
-
-    @web.middleware
-    async def _limit_connections(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse a request over a connection beyond the limit; earlier connections are served on."""
-        server = self._runner.server
-        assert server is not None
-        if len(open_ := server.connections) > self._limits.most and request.protocol not in open_[: self._limits.most]:
-            raise Refused(503, f"{self._limits.most} connections are open", code="too_many_connections")
-        return await handler(request)
+        return await self._front.send(request, answer, sample, is_streamed=asked.stream)
 
     async def _models(self, request: web.Request) -> web.Response:
         models = [model_object(name, int(time.time())) for name in self._endpoint(request).models]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 import orjson
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from rlsys.gateway.answers import AnswerForm, Choice, Refused
 from rlsys.gateway.conversations import TellChoice
 from rlsys.types import Json
+from rlsys.util.bearer_token import bearer_token
 
 RETRY_AFTER_S = 1
 Replies: TypeAlias = tuple[Choice, ...]
@@ -86,15 +87,14 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
         raise ConnectionResetError("the client does not read the answer") from None
 
 
-@web.middleware
-async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn a `Refused` and the errors of HTTP into answers in OpenAI's form."""
-    try:
-        return await handler(request)
-    except Refused as error:
-        refused = error
-    except web.HTTPException as error:
-        refused = Refused(error.status, error.text or error.reason)
+def has_token(request: web.Request, token: str) -> bool:
+    """Return True if a request has this bearer token. Comparison takes constant time."""
+    given = bearer_token(request.headers.getall("Authorization", ())) or ""
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())
+
+
+def refusal_response(refused: Refused) -> web.Response:
+    """Answer with an error in OpenAI's form."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == 503 else None
     body = orjson.dumps(refused.body)
     response = web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)

@@ -6,7 +6,6 @@ conversation of its own, so no response can be continued by its id.
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import time
 from collections.abc import Callable
@@ -24,10 +23,11 @@ from rlsys.gateway.answers import AnswerForm, Refused
 from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, Lenient, read_request
 from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
 from rlsys.gateway.conversations import Conversations, TellChoice
-from rlsys.gateway.gateway_server import DEFAULT_LIMITS, MAX_BODY
-from rlsys.gateway.http_exchange import Replies, in_openai_form, json_response, model_object, stream_response
+from rlsys.gateway.http_exchange import Replies, has_token, json_response, model_object
+from rlsys.gateway.http_front import DEFAULT_LIMITS, HttpFront
 from rlsys.gateway.model_responses import ResponsesAnswer, ResponsesRequest
 from rlsys.types import POLICY, Task
+from rlsys.util.connection_limits import ConnectionLimits
 
 
 class Drawing(Lenient):
@@ -55,14 +55,24 @@ OpensPolicy: TypeAlias = Callable[[Drawing], Policy]
 class PolicyServer:
     """Server of one policy under one model name. Every request needs the token."""
 
-    def __init__(self, opens: OpensPolicy, model: str, token: str) -> None:
+    def __init__(self, opens: OpensPolicy, model: str, token: str, limits: ConnectionLimits = DEFAULT_LIMITS) -> None:
         self._opens, self._model, self._token = opens, model, token
         self._numbers = itertools.count()
-        self.app = web.Application(client_max_size=MAX_BODY, middlewares=[in_openai_form])
-        self.app.router.add_post("/v1/chat/completions", self._chat)
-        self.app.router.add_post("/v1/completions", self._complete)
-        self.app.router.add_post("/v1/responses", self._respond)
-        self.app.router.add_get("/v1/models", self._models)
+        routes = [
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", self._complete),
+            web.post("/v1/responses", self._respond),
+            web.get("/v1/models", self._models),
+        ]
+        self._front = HttpFront(routes, self._check_token, limits)
+
+    async def listen(self, host: str, port: int) -> int:
+        """Listen on a port, or on any free one if it is 0. Returns the port. Raises `OSError`."""
+        return await self._front.listen(host, port)
+
+    async def close(self) -> None:
+        """Close the socket and every connection."""
+        await self._front.close()
 
     async def reply(
         self, drawing: Drawing, asked: ChatRequest | CompletionRequest, number: int, tell: TellChoice | None = None
@@ -80,17 +90,17 @@ class PolicyServer:
             await session.close()
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(await self._body(request), _Chat)
+        asked = read_request(await self._front.body(request), _Chat)
         number = next(self._numbers)
         return await self._send_answer(request, ChatAnswer(number, asked), asked, asked, number)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(await self._body(request), _Completion)
+        asked = read_request(await self._front.body(request), _Completion)
         number = next(self._numbers)
         return await self._send_answer(request, CompletionAnswer(number, asked), asked, asked, number)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(await self._body(request), _Responses)
+        asked = read_request(await self._front.body(request), _Responses)
         chat, number = asked.chat(()), next(self._numbers)
         return await self._send_answer(request, ResponsesAnswer(number, asked, chat), asked, chat, number)
 
@@ -103,19 +113,11 @@ class PolicyServer:
         number: int,
     ) -> web.StreamResponse:
         sample = partial(self.reply, drawing, asked, number)
-        if asked.stream:
-            return await stream_response(request, answer, sample, DEFAULT_LIMITS.answer_s)
-        return json_response(answer.whole(await sample(None)))
+        return await self._front.send(request, answer, sample, is_streamed=asked.stream)
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._check_token(request)
         return json_response(orjson.dumps({"object": "list", "data": [model_object(self._model, int(time.time()))]}))
 
-    async def _body(self, request: web.Request) -> bytes:
-        self._check_token(request)
-        return await request.read()
-
     def _check_token(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if not has_token(request, self._token):
             raise Refused(401, "the token is not that of this server", code="invalid_api_key")

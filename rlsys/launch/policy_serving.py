@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from aiohttp import web
-
 from rlsys.agents.agent import Policy
 from rlsys.config import Config
 from rlsys.errors import ConfigError
@@ -71,16 +69,14 @@ async def serve_policy(config: Config, name: str, token: str) -> AsyncIterator[P
 async def _serve(config: Config, name: str, host: str, port: int, token: str, tell: Callable[[str], object]) -> None:
     """Serve until the task is cancelled, which Ctrl-C does."""
     async with serve_policy(config, name, token) as server:
-        runner = web.AppRunner(server.app, access_log=None, handler_cancellation=True)
-        await runner.setup()
         try:
             try:
-                await web.TCPSite(runner, host, port).start()
+                bound = await server.listen(host, port)
             except OSError as error:
                 raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-            tell(f"base_url  http://{host}:{runner.addresses[0][1]}/v1")
+            tell(f"base_url  http://{host}:{bound}/v1")
             tell(f"api_key   {token}")
             tell(f"model     {name}")
             await asyncio.Event().wait()
         finally:
-            await runner.cleanup()
+            await server.close()

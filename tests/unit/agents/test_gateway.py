@@ -14,7 +14,7 @@ from rlsys.agents.agent import Tell
 from rlsys.agents.session_budget import Budget
 from rlsys.batch.samples import samples_of
 from rlsys.errors import DataError, TaskTooLong, WorkerDied
-from rlsys.gateway.gateway_server import MAX_BODY
+from rlsys.gateway.http_front import MAX_BODY
 from rlsys.testing import ScriptedPolicy
 from rlsys.types import Trajectory, Turn
 from tests.gateways import CALL, WEATHER, FailingPolicy, HeldPolicy, Served, served, session_of, user

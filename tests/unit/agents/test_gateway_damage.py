@@ -15,7 +15,9 @@ import pytest
 
 from rlsys.agents.session import Session
 from rlsys.gateway.answers import MAX_TOLD
-from rlsys.gateway.gateway_server import DEFAULT_LIMITS, HOST, Endpoint, Gateway, GatewayLimits
+from rlsys.gateway.gateway_server import HOST, Endpoint, Gateway
+from rlsys.gateway.http_front import DEFAULT_LIMITS
+from rlsys.util.connection_limits import ConnectionLimits
 from rlsys.util.logs import LINES_PER_MINUTE
 from tests.damage import ODD_JSON, with_odd_value, with_other_bytes
 from tests.gateways import CALL, WEATHER, session_of, user
@@ -97,7 +99,9 @@ async def answer_to(endpoint: Endpoint, sent: bytes) -> tuple[int, bytes]:
 
 
 def served(
-    scenario: Callable[[Endpoint, Session], Awaitable[T]], limits: GatewayLimits = DEFAULT_LIMITS, reply: str = "fine"
+    scenario: Callable[[Endpoint, Session], Awaitable[T]],
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+    reply: str = "fine",
 ) -> T:
     """What the scenario returns, in which the server left no error to its event loop."""
     problems: list[dict[str, object]] = []
@@ -134,7 +138,7 @@ def ask_damaged(random: Random, num: int) -> None:
         await endpoint.while_sound(asyncio.sleep(0))  # nothing was raised in the workflow
         return {status for status, _ in answers}
 
-    statuses = served(scenario, GatewayLimits(idle_s=0.3, body_s=0.3))
+    statuses = served(scenario, ConnectionLimits(request_s=0.3, body_s=0.3))
     assert statuses <= {0, *ANSWERS}, statuses
 
 
@@ -142,14 +146,14 @@ def test_a_request_whose_headers_do_not_end_is_closed():
     async def scenario(endpoint: Endpoint, session: Session) -> tuple[int, bytes]:
         return await answer_to(endpoint, request_to(endpoint, b"")[:-2])
 
-    assert served(scenario, GatewayLimits(idle_s=0.05)) == (0, b"")
+    assert served(scenario, ConnectionLimits(request_s=0.05)) == (0, b"")
 
 
 def test_a_body_that_does_not_arrive_is_answered_408():
     async def scenario(endpoint: Endpoint, session: Session) -> tuple[int, bytes]:
         return await answer_to(endpoint, request_to(endpoint, b"{", "Content-Length: 100"))
 
-    status, body = served(scenario, GatewayLimits(body_s=0.05))
+    status, body = served(scenario, ConnectionLimits(body_s=0.05))
     assert status == 408 and b"the body did not arrive within 0.05 s" in body
 
 
@@ -166,7 +170,7 @@ def test_a_client_that_does_not_read_its_answers_is_hung_up_on():
         with socket.create_connection((HOST, port), 20) as client:
             return await asyncio.to_thread(is_cut_off, client, "\r\n".join([*lines, "", ""]).encode())
 
-    assert served(scenario, GatewayLimits(answer_s=0.05))
+    assert served(scenario, ConnectionLimits(answer_s=0.05))
 
 
 def test_connections_over_the_cap_are_answered_503():
@@ -183,7 +187,7 @@ def test_connections_over_the_cap_are_answered_503():
         while (await answer_to(endpoint, request_to(endpoint, HEALTHY)))[0] != 200:
             pass  # the server has not seen the connections end
 
-    served(scenario, GatewayLimits(most=2))
+    served(scenario, ConnectionLimits(most=2))
 
 
 def test_requests_are_not_sent_back_in_errors():

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rlsys.dashboard.connections import ConnectionLimits
+from rlsys.util.connection_limits import SPARE, ConnectionLimits
 from rlsys.util.logs import LINES_PER_MINUTE, BoundedLog
 from tests.dashboards import served
 from tests.histories import small_run
@@ -18,7 +18,7 @@ from tests.processes import is_reset
 
 pytestmark = pytest.mark.slow
 
-HASTY = ConnectionLimits(most=3, request_s=0.3, idle_s=1, answer_s=0.3)
+HASTY = ConnectionLimits(most=3, request_s=0.3, answer_s=0.3)
 REQUEST = b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
@@ -73,6 +73,14 @@ def test_requests_beyond_the_limit_of_connections_get_503(address) -> None:
         held = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(HASTY.most)]
         held[-1].sendall(REQUEST + b"Connection: close\r\n\r\n")
         assert rest_of(held[-1]).startswith(b"HTTP/1.1 503")
+
+
+def test_connections_far_over_the_limit_are_closed_at_once(tmp_path: Path) -> None:
+    small_run(tmp_path / "run")
+    with served(tmp_path, limits=ConnectionLimits(most=3)) as url, ExitStack() as stack:
+        place = urlsplit(url).hostname, urlsplit(url).port
+        held = [stack.enter_context(socket.create_connection(place, 10)) for _ in range(3 + SPARE + 1)]
+        assert rest_of(held[-1]) == b"", "long before the deadline of its request"
 
 
 def test_the_log_of_a_minute_is_bounded() -> None:

@@ -284,7 +284,7 @@ def test_where_a_token_is_set_nothing_is_answered_without_it(folder: Path) -> No
         assert url.endswith(f"/?token={TOKEN}")
         for path in ("/", "/api/runs", "/app.js", "/api/stream", "/?token=", "/?token=0123456789abcdeF"):
             assert ask(url, path).status == 401
-        for wrong in ("Bearer", "Bearer x", f"Basic {TOKEN}", f"bearer{TOKEN}", "Bearer é"):
+        for wrong in ("Bearer", "Bearer x", f"Basic {TOKEN}", f"bearer{TOKEN}", TOKEN, f" {TOKEN}", "Bearer é"):
             assert ask(url, "/api/runs", headers={"Authorization": wrong}).status == 401
         assert ask(url, "/api/runs", headers={"Authorization": f"Bearer {TOKEN}"}).status == 200
 

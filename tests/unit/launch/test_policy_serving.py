@@ -13,7 +13,6 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp import web
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.errors import ConfigError
@@ -41,10 +40,7 @@ def asked(model: str, scenario: Callable[[Any], Awaitable[Any]], token: str = TO
     async def main() -> Any:
         config, name = config_to_serve(model, KEYS)
         async with serve_policy(config, name, TOKEN) as server:
-            runner = web.AppRunner(server.app, access_log=None)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            url = f"http://127.0.0.1:{await server.listen('127.0.0.1', 0)}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0) as client:
 
                 def chat(content: str, **more: Any) -> Awaitable[Any]:
@@ -54,7 +50,7 @@ def asked(model: str, scenario: Callable[[Any], Awaitable[Any]], token: str = TO
                 try:
                     return await scenario(chat)
                 finally:
-                    await runner.cleanup()
+                    await server.close()
 
     return asyncio.run(main())
 
