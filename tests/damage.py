@@ -23,6 +23,16 @@ ODD_YAML = (
 )  # fmt: skip
 
 
+ODD_HEADERS = (
+    "Content-Length: -1", "Content-Length: 1e3", "Content-Length: 99999999999999999999", "Content-Length: 5",
+    "Transfer-Encoding: chunked", "Transfer-Encoding: gzip, chunked", "Content-Encoding: gzip", "Content-Encoding: br",
+    "Expect: 100-continue", "Expect: the unexpected", "Connection: Upgrade\r\nUpgrade: websocket", "Host:",
+    "Cookie: \xff", "Authorization: Bearer", "Authorization: \xe9", "X: " + "y" * 9000, ":", " folded",
+    "Content-Type: text/html; charset=none", "Content-Encoding:", "Content-Encoding: \xe9", "Host: a\r\nHost: b",
+    "Content-Type: multipart/form-data; boundary=", "Content-Type: application/x-www-form-urlencoded",
+)  # fmt: skip
+
+
 def damage(path: Path, random: Random) -> None:
     """Damage one file: cut it off, change bytes of it, or put odd values in their place."""
     data = path.read_bytes()

@@ -65,6 +65,9 @@ class Policy(Protocol):
     def check_task(self, prompt_ids: tuple[int, ...]) -> None:
         """Raise `TaskTooLong` if the prompt of a task has more than `data.max_prompt_tokens`."""
 
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise `DataError` if a token id that a client gives is not in the model's vocabulary."""
+
     async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         """Return the token ids of the start of a context: of plain text after the start token, or of messages in the
         chat template. The assistant's turn is opened, or continued if the last message is the assistant's.

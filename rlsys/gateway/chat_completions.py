@@ -23,7 +23,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
     TypeAdapter,
     ValidationError,
@@ -63,7 +62,10 @@ MAX_CHOICES = 128
 
 
 class Lenient(BaseModel):
-    """Base of the models of bodies; ignores unknown fields."""
+    """Base of the models of bodies; ignores unknown fields.
+
+    Every list has `fail_fast`: else a body of some megabytes has millions of errors, which take gigabytes.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -73,7 +75,7 @@ class _TextPart(Lenient):
     text: str
 
 
-_PARTS = TypeAdapter(Annotated[list[_TextPart], FailFast()])
+_PARTS = TypeAdapter(Annotated[list[_TextPart], Field(fail_fast=True)])
 
 
 def _as_text(content: object) -> object:
@@ -98,7 +100,7 @@ class _Said(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_as_text)] = ""
     name: str | None = None
-    tool_calls: Annotated[tuple[_Call, ...] | None, FailFast()] = None
+    tool_calls: Annotated[tuple[_Call, ...] | None, Field(fail_fast=True)] = None
     tool_call_id: str | None = None
 
     def message(self) -> Message:
@@ -168,7 +170,7 @@ def _as_texts(stop: object) -> object:
     return () if stop is None else (stop,) if isinstance(stop, str) else stop
 
 
-StopTexts = Annotated[tuple[_StopText, ...], Field(max_length=16), BeforeValidator(_as_texts)]
+StopTexts = Annotated[tuple[_StopText, ...], Field(max_length=16, fail_fast=True), BeforeValidator(_as_texts)]
 
 
 class ReplyRequest(Lenient):
@@ -190,8 +192,8 @@ class ReplyRequest(Lenient):
 class ChatRequest(ReplyRequest):
     """Body of a request for replies to a conversation."""
 
-    messages: Annotated[tuple[_Said, ...], Field(min_length=1), FailFast()]
-    tools: Annotated[tuple[_Tool, ...] | None, FailFast()] = None
+    messages: Annotated[tuple[_Said, ...], Field(min_length=1), Field(fail_fast=True)]
+    tools: Annotated[tuple[_Tool, ...] | None, Field(fail_fast=True)] = None
     tool_choice: Literal["auto", "none", "required"] | _Chosen | None = None
     parallel_tool_calls: bool | None = None
     """False: a reply ends with its first call."""
@@ -203,7 +205,7 @@ class ChatRequest(ReplyRequest):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     response_format: _ResponseFormat | None = None
-    modalities: Annotated[tuple[Literal["text"], ...] | None, FailFast()] = None
+    modalities: Annotated[tuple[Literal["text"], ...] | None, Field(fail_fast=True)] = None
 
     @model_validator(mode="after")
     def _choose_among_tools(self) -> Self:

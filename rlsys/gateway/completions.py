@@ -20,7 +20,8 @@ from rlsys.types import Json
 DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion without `max_tokens`, as at OpenAI and vLLM."""
 
-_Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+_Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, fail_fast=True)]
+_Prompts = Annotated[tuple[str | _Ids, ...], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 def _as_prompts(prompt: object) -> object:
@@ -32,7 +33,7 @@ def _as_prompts(prompt: object) -> object:
 class CompletionRequest(ReplyRequest):
     """Body of a request for continuations of texts."""
 
-    prompt: Annotated[tuple[str | _Ids, ...], Field(min_length=1, max_length=MAX_CHOICES), BeforeValidator(_as_prompts)]
+    prompt: Annotated[_Prompts, BeforeValidator(_as_prompts)]
     max_tokens: Limit | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopTexts = ()

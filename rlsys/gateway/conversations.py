@@ -108,12 +108,15 @@ class Conversations:
         return Choice(turn, message_of(text, f"call_{agent.index}_{len(agent.turns) - 1}") if asked.may_call else plain)
 
     async def _completions(self, asked: CompletionRequest, tell: TellChoice | None) -> tuple[Choice, ...]:
-        agents, work = [], []
-        for index in range(asked.num_choices):
+        agents = [self._speaker(_Node(), asked.model) for _ in range(asked.num_choices)]
+        policy = self.session.policies[agents[0].policy_name]
+        for prompt in asked.prompt:
+            if not isinstance(prompt, str):
+                policy.check_ids(prompt)
+        work = []
+        for index, agent in enumerate(agents):
             prompt = asked.prompt[index // (asked.n or 1)]
-            agent = self._speaker(_Node(), asked.model)
             agent.context = Context(unread=prompt) if isinstance(prompt, str) else Context(ids=prompt)
-            agents.append(agent)
             work.append(self._completion(agent, asked, _of(tell, index)))
         choices = await _all_or_none(agents, work)
         self.last_speaker = agents[0]

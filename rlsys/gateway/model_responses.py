@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rlsys.gateway.answers import Choice, Refused, event, settled_text, token_name, usage_of
 from rlsys.gateway.chat_completions import ChatRequest, Lenient, Limit, ReplyRequest, check_request
@@ -26,12 +26,16 @@ class _Part(Lenient):
     text: str
 
 
+_Parts = Annotated[tuple[_Part, ...], Field(fail_fast=True)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
 class _Item(Lenient):
     """Message; the type may be left out."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[_Part, ...]
+    content: str | _Parts
 
 
 class _CallItem(Lenient):
@@ -44,7 +48,7 @@ class _CallItem(Lenient):
 class _ResultItem(Lenient):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | tuple[_Part, ...]
+    output: str | _Parts
 
 
 _ITEMS: Mapping[str, TypeAdapter[Any]] = {
@@ -73,15 +77,15 @@ class _Text(Lenient):
 class ResponsesRequest(ReplyRequest):
     """Body of a request for one response."""
 
-    input: str | list[dict[str, Any]]
+    input: str | _Objects
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Objects | None = None
     tool_choice: Literal["auto", "none", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Limit | None = None
     text: _Text | None = None
-    include: tuple[str, ...] | None = None
+    include: Annotated[tuple[str, ...], Field(fail_fast=True)] | None = None
     """`message.output_text.logprobs` is the one that is supported; others are ignored."""
     background: Literal[False] | None = None
     conversation: None = None
@@ -123,7 +127,7 @@ class ResponsesRequest(ReplyRequest):
             kind = given.get("type", "message")
             if kind == "reasoning":
                 continue
-            if kind not in _ITEMS:
+            if not isinstance(kind, str) or kind not in _ITEMS:
                 text = f"input.{place}: an item of type {kind!r} is not supported; give {', '.join(_ITEMS)}"
                 raise Refused(400, text, param="input")
             try:
@@ -147,7 +151,7 @@ def _append(messages: list[Message], item: _Item | _CallItem | _ResultItem) -> N
         messages.append(Message(role="assistant", content=""))
     function: Json = {"name": item.name, "arguments": item.arguments}
     call: Json = {"id": item.call_id, "type": "function", "function": function}
-    messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), call]
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def _as_text(content: str | tuple[_Part, ...]) -> str:

@@ -14,11 +14,11 @@ from typing import Annotated, TypeAlias
 
 import orjson
 from aiohttp import web
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rlsys.agents.agent import AgentStopped, Policy
 from rlsys.agents.session import Session
-from rlsys.errors import DataError, TaskTooLong
+from rlsys.errors import DataError, TaskTooLong, WorkerError
 from rlsys.gateway.answers import AnswerForm, Refused
 from rlsys.gateway.chat_completions import ChatAnswer, ChatRequest, Lenient, read_request
 from rlsys.gateway.completions import CompletionAnswer, CompletionRequest
@@ -29,11 +29,20 @@ from rlsys.gateway.model_responses import ResponsesAnswer, ResponsesRequest
 from rlsys.types import POLICY, Task
 from rlsys.util.connection_limits import ConnectionLimits
 
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature besides 0: logits over a lower one are no numbers."""
+
+
+def _drawable(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"should be 0, which takes the most likely token, or from {MIN_TEMPERATURE:g} to 2")
+    return temperature
+
 
 class Drawing(Lenient):
     """How the tokens of a reply are drawn."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_drawable)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
 
@@ -86,6 +95,8 @@ class PolicyServer:
             raise Refused(400, str(error), code="context_length_exceeded", param="messages") from None
         except DataError as error:
             raise Refused(400, str(error), code="messages_refused", param="messages") from None
+        except WorkerError as error:
+            raise Refused(503, str(error), code="worker_failed") from None
         finally:
             await session.close()
 

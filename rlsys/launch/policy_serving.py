@@ -13,11 +13,13 @@ from pathlib import Path
 from rlsys.agents.agent import Policy
 from rlsys.config import Config
 from rlsys.errors import ConfigError
+from rlsys.gateway.http_front import DEFAULT_LIMITS
 from rlsys.gateway.policy_server import Drawing, PolicyServer
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.offline_commands import export_once
 from rlsys.types import POLICY
+from rlsys.util.connection_limits import ConnectionLimits
 from rlsys.util.files import CONFIG
 
 TOKEN_VARIABLE = "RLSYS_SERVE_TOKEN"
@@ -53,7 +55,9 @@ def config_to_serve(target: str, overrides: tuple[str, ...] = ()) -> tuple[Confi
 
 
 @asynccontextmanager
-async def serve_policy(config: Config, name: str, token: str) -> AsyncIterator[PolicyServer]:
+async def serve_policy(
+    config: Config, name: str, token: str, limits: ConnectionLimits = DEFAULT_LIMITS
+) -> AsyncIterator[PolicyServer]:
     """Load the policy, and yield its server."""
     from workers.rollout.local_policies import live_policies, sampling_as
 
@@ -63,7 +67,7 @@ async def serve_policy(config: Config, name: str, token: str) -> AsyncIterator[P
         def open_policy(drawing: Drawing) -> Policy:
             return sampling_as(route, temperature=drawing.temperature, top_p=drawing.top_p)
 
-        yield PolicyServer(open_policy, name, token)
+        yield PolicyServer(open_policy, name, token, limits)
 
 
 async def _serve(config: Config, name: str, host: str, port: int, token: str, tell: Callable[[str], object]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlsys.agents.agent import Policy, Tell
 from rlsys.agents.tool_calls import describe_tools
 from rlsys.agents.workflow import Workflow
+from rlsys.errors import DataError
 from rlsys.types import (
     NO_OPTIONS,
     ChatOptions,
@@ -53,6 +55,10 @@ class ScriptedPolicy:
 
     def check_task(self, prompt_ids: tuple[int, ...]) -> None:
         """Do nothing: prompts of any length are allowed."""
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        if max(ids) > sys.maxunicode:
+            raise DataError(f"token {max(ids)} is no character")
 
     async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         if isinstance(prompt, str):

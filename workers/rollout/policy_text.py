@@ -12,7 +12,7 @@ from itertools import count
 from typing import Self
 
 from rlsys.agents.agent import Tell
-from rlsys.errors import TaskTooLong, WorkerError
+from rlsys.errors import DataError, TaskTooLong, WorkerError
 from rlsys.routing.known_prefixes import KnownPrefixes
 from rlsys.routing.request_router import Claim, RequestRouter
 from rlsys.routing.requests import LOSSES, Completion, Request
@@ -66,6 +66,10 @@ class PolicyText:
         if not 0 < len(prompt_ids) <= most:
             allowed = f"allowed are 1 to {most}, one less than rollout.max_context_tokens"
             raise TaskTooLong(self.worker, "encoding a prompt", f"{len(prompt_ids)} tokens, {allowed}")
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        if (highest := max(ids)) >= self.codec.num_ids:
+            raise DataError(f"token {highest} is not among the {self.codec.num_ids} of the model's vocabulary")
 
     async def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         work = partial(self.codec.encode, prompt, options, most=self.max_context_tokens)

@@ -37,10 +37,15 @@ class TextTokenizer:
     """Tokenizer, chat template and stop tokens of one model."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, chat: ChatSection = AS_MADE, stop_ids: Iterable[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        chat: ChatSection = AS_MADE,
+        stop_ids: Iterable[int] = (),
+        num_ids: int | None = None,
     ) -> None:
         """`stop_ids` are those of the model's generation configuration; the tokenizer and its chat template add more.
-        The files of `chat` are read, see `ChatSection.with_text`."""
+        The files of `chat` are read, see `ChatSection.with_text`. `num_ids` are those of the model, which often has
+        more than the tokenizer; None: as many as the tokenizer has."""
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._template = ChatTemplate(tokenizer, chat)
@@ -53,6 +58,8 @@ class TextTokenizer:
         self._start = self._start_ids()
         self.bytes_per_token = max(_MIN_BYTES, *(len(token.encode()) for token in tokenizer.get_vocab()))
         """Bytes of the longest token of the vocabulary."""
+        self.num_ids = num_ids or max(tokenizer.get_vocab().values()) + 1
+        """Token ids that the model can read and sample, from 0."""
 
     @classmethod
     def load(cls, model_path: str | Path, chat: ChatSection = AS_MADE) -> TextTokenizer:
@@ -65,7 +72,7 @@ class TextTokenizer:
             raise ModelError(f"model.path: no tokenizer at {str(model_path)!r}: {error}") from error
         if not tokenizer.is_fast:
             raise ModelError(f"model.path: the tokenizer at {str(model_path)!r} has no fast version (tokenizer.json)")
-        return cls(tokenizer, chat, _stop_ids_at(model_path))
+        return cls(tokenizer, chat, _stop_ids_at(model_path), _num_ids_at(model_path))
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -200,6 +207,18 @@ def _stop_ids_at(model_path: str | Path) -> tuple[int, ...]:
             return ()
     ids = found if isinstance(found, list) else [found]
     return tuple(token for token in ids if isinstance(token, int))
+
+
+def _num_ids_at(model_path: str | Path) -> int | None:
+    """Vocabulary of a model by its `config.json`, also where that has the text model in a section."""
+    from transformers import PreTrainedConfig
+
+    try:
+        found = PreTrainedConfig.get_config_dict(model_path)[0]
+    except OSError:  # a folder with a tokenizer alone
+        return None
+    sizes = (section.get("vocab_size") for section in (found.get("text_config"), found) if isinstance(section, dict))
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 BREAK = "\ufdd0"

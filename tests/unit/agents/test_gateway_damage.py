@@ -19,7 +19,7 @@ from rlsys.gateway.gateway_server import HOST, Endpoint, Gateway
 from rlsys.gateway.http_front import DEFAULT_LIMITS
 from rlsys.util.connection_limits import ConnectionLimits
 from rlsys.util.logs import LINES_PER_MINUTE
-from tests.damage import ODD_JSON, with_odd_value, with_other_bytes
+from tests.damage import ODD_HEADERS, ODD_JSON, with_odd_value, with_other_bytes
 from tests.gateways import CALL, WEATHER, session_of, user
 from tests.processes import is_reset
 
@@ -28,15 +28,8 @@ pytestmark = pytest.mark.slow
 T = TypeVar("T")
 
 REQUESTS_PER_CASE = 25
-ANSWERS = {200, 400, 401, 404, 405, 408, 410, 413, 417}
+ANSWERS = {200, 400, 401, 404, 405, 408, 410, 413, 415, 417}
 """Statuses that a damaged request may get, besides a closed connection."""
-ODD_HEADERS = (
-    "Content-Length: -1", "Content-Length: 1e3", "Content-Length: 99999999999999999999", "Content-Length: 5",
-    "Transfer-Encoding: chunked", "Transfer-Encoding: gzip, chunked", "Content-Encoding: gzip", "Content-Encoding: br",
-    "Expect: 100-continue", "Expect: the unexpected", "Connection: Upgrade\r\nUpgrade: websocket", "Host:",
-    "Cookie: \xff", "Authorization: Bearer", "Authorization: \xe9", "X: " + "y" * 9000, ":", " folded",
-    "Content-Type: text/html; charset=none",
-)  # fmt: skip
 ODD_PATHS = (
     "/", "/s/0/v1/chat/completions/", "/s/1/v1/chat/completions", "/s/-1/v1/models", "/s/%ff/v1/models", "*",
     "/s/99999999999999999999/v1/models", "/s/\xff/v1/models", "/s/0/v1/models/%00", "/../etc/passwd", "x" * 9000,
