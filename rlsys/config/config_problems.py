@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rlsys.config.other_trainers import SECTIONS, habit_of
+from rlsys.util.url_credentials import credential_in
 
 Location: TypeAlias = tuple[int | str, ...]
 Problem: TypeAlias = tuple[Location, str]
@@ -20,8 +20,6 @@ NESTED = "rlsys_nested"
 UNKNOWN = "rlsys_unknown"
 LARGEST = 2**63 - 1
 """Largest number of a configuration."""
-_CREDENTIAL = re.compile(r"(?i)\b[a-z][a-z0-9+.-]*://[^/?#\s@]+@")
-"""Start of a URL with a user name or password in it."""
 
 
 def nest_problems(problems: Iterable[Problem], *, are_located: bool = False) -> PydanticCustomError:
@@ -88,8 +86,9 @@ def problems_of_value(given: object, read: object, at: Location = ()) -> Iterato
     if isinstance(given, str):
         if "\0" in given:
             yield at, "contains a NUL, which no text of a configuration may"
-        if _CREDENTIAL.search(given):
-            yield at, "has a user name or password in a URL, and the run folder keeps a copy of it: remove it"
+        if (credential := credential_in(given)) is not None:
+            remedy = "name an environment variable, such as in `api_key_env`; in a path, write %40 for the at sign"
+            yield at, f"has {credential} in a URL, and the run folder keeps a copy of it: remove it; {remedy}"
     elif isinstance(given, bool):
         if not isinstance(read, bool):
             yield at, f"should be a number (got {str(given).lower()})"
@@ -103,11 +102,6 @@ def problems_of_value(given: object, read: object, at: Location = ()) -> Iterato
     elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
         for index, value in enumerate(given):
             yield from problems_of_value(value, read[index], (*at, index))
-
-
-def without_credentials(text: str) -> str:
-    """Replace user names and passwords in URLs by `***`."""
-    return _CREDENTIAL.sub(lambda found: found[0].partition("://")[0] + "://***@", text)
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:

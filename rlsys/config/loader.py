@@ -24,12 +24,12 @@ from rlsys.config.config_problems import (
     problems_in,
     short_repr,
     unknown_key,
-    without_credentials,
 )
 from rlsys.config.moved_keys import take_moved
 from rlsys.config.plugins import PluginKind
 from rlsys.config.policy_sections import OWN
 from rlsys.errors import ConfigError
+from rlsys.util.url_credentials import without_credentials
 
 Tree: TypeAlias = dict[str, Any]
 Sources: TypeAlias = dict[tuple[str, ...], str]
@@ -236,7 +236,8 @@ def _override(text: str) -> Layer:
     """Parse one `a.b=value`, also written `--a.b=value`; the value is YAML."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"command line: {text!r} is not of the form section.key=value")
+        where = f"command line: {without_credentials(text)!r}"
+        raise ConfigError(f"{where} is not of the form section.key=value")
     try:
         tree, _ = _tree_of(value)
     except _NotYaml as error:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator
 from rlsys.monitoring.events import AlertRaised
 from rlsys.monitoring.tracker import EndReason, RunFacts, StepTracker, TrackedEpisode
 from rlsys.util.leaves import leaves
+from rlsys.util.url_credentials import credential_in
 
 _Client: TypeAlias = Any
 """An `mlflow.MlflowClient`, untyped because `mlflow` is imported only where it is used."""
@@ -23,9 +24,9 @@ _LONGEST_PARAM = 6000
 
 
 def _without_password(uri: str) -> str:
-    if "@" in uri.partition("://")[2].partition("/")[0]:
+    if (credential := credential_in(uri)) is not None:
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
-        raise ValueError(f"has a user in it, whose password the files of the run would show; {remedy}")
+        raise ValueError(f"has {credential}, which the files of the run would show; {remedy}")
     return uri
 
 

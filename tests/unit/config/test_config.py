@@ -25,6 +25,7 @@ from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.preflight import check_model
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.types import PolicyVersion
+from rlsys.util.url_credentials import credential_in, without_credentials
 from rlsys.workflows.offline import Offline
 
 MINIMAL = """\
@@ -304,12 +305,54 @@ def test_a_section_built_in_python_refuses_a_truth_value_too():
         ("rollout.workflow={type: play, environment: 'mcp:https://me:secret@h'}", "rollout.workflow.environment"),
         ("tracking=[{type: wandb, project: 'https://me:secret@h'}]", "tracking[0].project"),
         ("policies={a: {model: {path: 'https://me:secret@h'}}}", "policies.a.model.path"),
+        *(
+            (f"data.path='{url}'", "data.path")
+            for url in (
+                "https://me:sec/secret@host/rows",
+                "https://me:?secret@host/rows",
+                "https://me:12#secret@host/rows",
+                "https://me:12/secret@host/rows",
+                "https://me:a@secret@host",
+                "https://me:a secret@host",
+                'https://me:a"/secret@host',
+                "HTTPS://ME:/secret@HOST",
+                "s3://me:/secret@bucket",
+            )
+        ),
     ],
 )
 def test_credentials_in_urls_are_refused_and_not_repeated(tmp_path: Path, override: str, key: str):
     text = "\n".join(refusal(write(tmp_path, MINIMAL), overrides=(override,)))
-    assert f"{key}: has a user name or password in a URL" in text
+    assert f"{key}: has a user name or password in a URL" in text and "`api_key_env`" in text
     assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        "api_key", "api-key", "apikey", "API_KEY", "key", "token", "access_token", "auth_token", "client_secret", "sig",
+        "password", "X-Amz-Signature", "X-Amz-Security-Token", "AWSAccessKeyId", "subscription-key", "code&key", "jwt",
+        "authorization", "pwd", "x-goog-signature", "accessToken", "api%5Fkey",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("before", ["?", "?a=b&", "#", "/v1?a&", ";"])
+def test_credentials_in_parameters_of_urls_are_refused(tmp_path: Path, parameter: str, before: str):
+    override = f"reward.fn=[{{fn: llm_judge, args: {{base_url: 'https://host/{before}{parameter}=secret-x'}}}}]"
+    text = "\n".join(refusal(write(tmp_path, MINIMAL), overrides=(override,)))
+    assert "reward.fn[0].args.base_url: has a credential (`" in text and "`api_key_env`" in text
+    assert "secret-x" not in text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host:8080/rows?max_tokens=5&split=train", "hf://datasets/me/rows@main", "https://host/a@b?page=2",
+        "https://host/rows?api_key=", "https://host/v1?monkey=1&keyword=x&design=3", "s3://bucket/key=value/rows.jsonl",
+        "Mail me@host about http://host/x", "f(x)?key=1",
+    ],
+)  # fmt: skip
+def test_urls_without_credentials_are_read(url: str):
+    assert credential_in(url) is None and without_credentials(url) == url
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "train..lr=3", "train.lr=[1"])
