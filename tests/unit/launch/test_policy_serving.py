@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -101,6 +104,34 @@ def test_the_command_prints_how_to_reach_it_and_ends_on_ctrl_c(model: str):
         problems = child.stderr.read()
     assert lines[0].startswith("base_url  http://127.0.0.1:") and lines[1] == f"api_key   {TOKEN}\n"
     assert "Traceback" not in problems
+
+
+@pytest.mark.slow
+def test_unfinished_headers_of_strangers_neither_block_the_command_nor_fill_its_log(model: str, tmp_path: Path):
+    """With 400 open files, 600 connections: half of the files stay free, so that each is accepted, and most closed."""
+    command = ["sh", "-c", 'ulimit -n 400; exec "$@"', "sh", sys.executable, "-m", "rlsys.cli", "serve", model]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen([*command, "--port", "0", *KEYS], stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+        ExitStack() as held,
+    ):
+        assert child.stdout is not None
+        lines = [child.stdout.readline() for _ in range(3)]
+        place = urlsplit(lines[0].split()[1])
+        try:
+            first = held.enter_context(socket.create_connection((place.hostname, place.port), 20))
+            for _ in range(600):
+                stranger = held.enter_context(socket.create_connection((place.hostname, place.port), 20))
+                with suppress(ConnectionError):  # it may be closed already
+                    stranger.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+            key = lines[1].split()[1]
+            first.sendall(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+            assert first.recv(100).startswith(b"HTTP/1.1 200")
+        finally:
+            child.send_signal(signal.SIGINT)
+        child.wait(60)
+    assert log.stat().st_size < 50_000
 
 
 def test_a_short_token_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
