@@ -269,7 +269,7 @@ def query(
 ) -> None:
     """Find episodes, groups, tasks, steps, alerts or lines of logs of a run; docs/dashboard.md has the tables.
 
-    It reads the run's files by an index beside them, which it brings up to date first.
+    It reads the run's files by an index in your cache, which it brings up to date first.
     """
     from rlsys.dashboard.query import query_command
 

@@ -29,6 +29,7 @@ from rlsys.config.moved_keys import take_moved
 from rlsys.config.plugins import PluginKind
 from rlsys.config.policy_sections import OWN
 from rlsys.errors import ConfigError
+from rlsys.util.bounded_yaml import MOST_LETTERS, excess_of
 from rlsys.util.url_credentials import without_credentials
 
 Tree: TypeAlias = dict[str, Any]
@@ -140,7 +141,8 @@ _Representer.add_representer(str, _text)
 
 def _read(path: Path) -> Layer:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_LETTERS + 1)
     except (OSError, ValueError) as error:  # the latter also for a NUL in the path
         is_text = isinstance(error, UnicodeDecodeError)
         reason = "not UTF-8 text" if is_text else getattr(error, "strerror", None) or str(error)
@@ -170,6 +172,8 @@ class _NotYaml(Exception):
 
 def _tree_of(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Parse YAML: its value, and the line of every key. Raises `_NotYaml`."""
+    if excess := excess_of(text):
+        raise _NotYaml(1, excess)
     yaml = YAML(typ="safe", pure=True)
     try:
         lines = dict(islice(_yaml_lines(yaml.compose(text)), _MOST_KEYS + 1))

@@ -1,10 +1,11 @@
 """HTTP server of the dashboard: the addresses of `rlsys.dashboard.responses`, and the files of the pages.
 
-The server only reads the files of a run, beside which it keeps an index, and cannot affect the run.
+The server only reads the files of a run, and cannot affect the run. It keeps an index in the cache of its user.
 """
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,8 @@ from rlsys.errors import RlsysError
 STATIC = Path(__file__).parent / "static"
 
 _HEARTBEAT_S = 15
+_REVISION = re.compile("[0-9]{1,18}")
+"""A revision in `Last-Event-ID`; any other text counts as none."""
 
 Run = Annotated[str, Query(max_length=4096)]
 Name = Annotated[str, Query(max_length=4096)]
@@ -188,7 +191,7 @@ def _stream(changes: Changes) -> APIRouter:
     @get("/stream")
     async def stream(run: Run | None = None, last_event_id: Annotated[str, Header()] = "") -> Response:
         now = await changes.now(run)
-        seen = int(last_event_id) if last_event_id.isdecimal() and last_event_id.isascii() else None
+        seen = int(last_event_id) if _REVISION.fullmatch(last_event_id) else None
 
         async def change_events():  # noqa: ANN202  (an async generator of messages)
             async for change in changes.follow(run, now, seen):

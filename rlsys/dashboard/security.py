@@ -1,9 +1,10 @@
 """Access control of the dashboard, and security headers of its answers.
 
 On loopback the host name of a request must be one of loopback. This refuses a foreign page whose name resolves to
-127.0.0.1 (DNS rebinding). On other addresses, and wherever a token is set, a request needs the token. The token is
-given once, as `/?token=...`, and kept in a cookie that scripts cannot read; programs send `Authorization: Bearer ...`.
-The connection is plain HTTP: on a shared network, use an SSH tunnel.
+127.0.0.1 (DNS rebinding). A request that a page of another site makes is refused, too; a link there may open a page of
+the dashboard, but no address of `/api`. On other addresses, and wherever a token is set, a request needs the token. The
+token is given once, as `/?token=...`, and kept in a cookie that scripts cannot read; programs send `Authorization:
+Bearer ...`. The connection is plain HTTP: on a shared network, use an SSH tunnel.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class Guard:
             )
         if access.is_loopback and not _names_loopback(request.headers.get("host", "")):
             return error_response(403, "the dashboard is for this machine: open it as localhost or 127.0.0.1")
+        if _is_foreign(request):
+            return error_response(403, "the dashboard answers its own pages: open its address yourself")
         given = request.query_params.get("token")
         if access.token is not None and given is not None and access.admits(token=given):
             return self._exchange()
@@ -144,6 +147,21 @@ class Guard:
         answer = Response(headers={"Refresh": "0; url=/"}, media_type="text/html")
         answer.set_cookie(self._access.cookie, self._access.cookie_value, httponly=True, samesite="strict")
         return answer
+
+
+def _is_foreign(request: Request) -> bool:
+    """True if a page of another site makes the request, by the headers that browsers add and scripts cannot set."""
+    site, origin = request.headers.get("sec-fetch-site", "none"), request.headers.get("origin")
+    is_link = request.headers.get("sec-fetch-mode") == "navigate" and not request.url.path.startswith("/api/")
+    is_elsewhere = origin is not None and _address_of(origin) != request.headers.get("host", "")
+    return is_elsewhere or (site not in ("none", "same-origin") and not is_link)
+
+
+def _address_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _names_loopback(host: str) -> bool:

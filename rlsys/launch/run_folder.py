@@ -15,13 +15,14 @@ from rlsys.loop.checkpoint import STEP, find_latest, newest_first, newest_whole,
 from rlsys.loop.remote_checkpoints import RemoteCheckpoints
 from rlsys.monitoring.events import CheckpointSaved
 from rlsys.util.files import CONFIG, write_atomically
+from rlsys.util.regular_files import lines_of
 
 POLICIES = "policies"
 """Folder in the directory of a run of several policies, with a run directory for each trained policy."""
 FETCHED = "fetched"
 """Folder in a run directory, with the checkpoint of another run until this run has started from it."""
 
-_STEP = re.compile(rb'"step":(\d+)')
+_STEP = re.compile(rb'"step":(\d{1,15})\b')
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def _saved_steps(run: Path) -> list[int]:
     """Steps of all checkpoints that the run completed, by its events, in order."""
     beginning = f'{{"kind":"{CheckpointSaved.kind}"'.encode()
     try:
-        with (run / "events.jsonl").open("rb") as lines:
-            return [int(match[1]) for line in lines if line.startswith(beginning) and (match := _STEP.search(line))]
+        lines = (line for line in lines_of(run / "events.jsonl") if line.startswith(beginning))
+        return [int(match[1]) for line in lines if (match := _STEP.search(line))]
     except FileNotFoundError:
         return []
 

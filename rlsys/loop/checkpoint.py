@@ -30,13 +30,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -49,6 +50,7 @@ from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
+from rlsys.util.regular_files import open_regular, read_regular
 
 T = TypeVar("T")
 GROUPS, STATE, ACTOR, CRITIC = "groups.jsonl", "driver.json", "actor", "critic"
@@ -87,6 +89,7 @@ class SavedFile:
 
 _MANIFEST = TypeAdapter(dict[str, SavedFile])
 _HASHED_AT_ONCE = 8
+_MOST_NAME_BYTES = 1000
 _STATE = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="constants"))(DriverState))
 """A metric may be NaN."""
 _OTHERWISE = "go on with the version of rlsys that wrote it, or name another checkpoint with run.resume=PATH"
@@ -250,7 +253,7 @@ def newest_first(folder: Path) -> Iterator[Path]:
     """Yield the checkpoint that `latest` names, then all others, newest first. Any of them may be damaged."""
     found = sorted((c for c in folder.glob("step_*") if c.name[5:].isdecimal()), key=step_of, reverse=True)
     try:
-        named = (folder / "latest").read_text().strip()
+        named = read_regular(folder / "latest", _MOST_NAME_BYTES).decode().strip()
     except (OSError, ValueError):
         named = ""
     yield from sorted(found, key=lambda checkpoint: checkpoint.name != named)
@@ -291,7 +294,7 @@ def parse_manifest(content: bytes) -> dict[str, SavedFile]:
 def _read_manifest(folder: Path) -> dict[str, SavedFile] | str:
     """Return the manifest, or why there is none."""
     try:
-        return parse_manifest((folder / MANIFEST).read_bytes())
+        return parse_manifest(read_regular(folder / MANIFEST))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         return f"{folder / MANIFEST} cannot be read: {reason}"
@@ -300,13 +303,17 @@ def _read_manifest(folder: Path) -> dict[str, SavedFile] | str:
 def _difference(folder: Path, manifest: Mapping[str, SavedFile], *, sizes_only: bool = False) -> str | None:
     """Return the first difference between the files in `folder` and their manifest.
 
-    A further file beside those of a subfolder is one too, because readers of weights read all files there.
+    A further entry beside those of a subfolder, or in a model's folder, is one too: readers of weights open all there.
     """
 
     def differs(name: str) -> str | None:
         path, saved = folder / name, manifest[name]
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            return f"{folder / MANIFEST} is damaged: it lists {name!r}, which is not in its folder"
         try:
-            if (size := path.stat().st_size) != saved.num_bytes:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size != saved.num_bytes:
                 return f"{path} has {size} bytes, and was saved with {saved.num_bytes}"
             if not sizes_only and file_hash(path) != saved.xxh3_128:
                 return f"{path} has other contents than were saved"
@@ -321,9 +328,10 @@ def _difference(folder: Path, manifest: Mapping[str, SavedFile], *, sizes_only: 
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
         if problem := next(filter(None, threads.map(differs, manifest)), None):
             return problem
-    subfolders = sorted({(folder / name).parent for name in manifest} - {folder})
+    of_models = {folder / name for name in (ACTOR, CRITIC) if (folder / name).is_dir()}
+    subfolders = sorted(({(folder / name).parent for name in manifest} | of_models) - {folder})
     further = (path for parent in subfolders for path in sorted(parent.iterdir()))
-    unknown = (path for path in further if path.relative_to(folder).as_posix() not in manifest and path.is_file())
+    unknown = (path for path in further if path.relative_to(folder).as_posix() not in manifest and not path.is_dir())
     return next((f"{path} was not saved with this checkpoint" for path in unknown), None)
 
 
@@ -331,7 +339,7 @@ def saved_step(checkpoint: Path) -> int | None:
     """Return the step that a checkpoint is of, whatever its folder is called; None if its driver's part does not say,
     which `read_state` refuses in words."""
     try:
-        row = json.loads((checkpoint / STATE).read_bytes())
+        row = json.loads(read_regular(checkpoint / STATE))
     except (OSError, ValueError, RecursionError):
         return None
     version = row.get("version") if isinstance(row, dict) else None
@@ -339,8 +347,8 @@ def saved_step(checkpoint: Path) -> int | None:
 
 
 def file_hash(path: Path) -> str:
-    """Hash a file's bytes: 128 bits of XXH3, in hexadecimal. It finds damage, not forgery. Raises `OSError`."""
-    with path.open("rb") as file:
+    """Hash a regular file's bytes: 128 bits of XXH3, in hexadecimal. It finds damage, not forgery. Raises `OSError`."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, xxh3_128).hexdigest()  # pyrefly: ignore[bad-argument-type]
 
 
@@ -361,7 +369,7 @@ def read_state(checkpoint: Path) -> DriverState:
         )
     path = checkpoint / STATE
     try:
-        row = json.loads(path.read_bytes())
+        row = json.loads(read_regular(path))
         state_v = row.get("state_v", 1) if isinstance(row, dict) else None
         if state_v == STATE_FORMAT:
             state = _STATE.validate_python(row)
@@ -467,14 +475,14 @@ def read_failed(folder: Path) -> FailedStep:
     """Read the step in `folder`. Raises `DataError` if there is none."""
     path = folder / "step.json"
     try:
-        return TypeAdapter(FailedStep).validate_python(json.loads(path.read_bytes()))
+        return TypeAdapter(FailedStep).validate_python(json.loads(read_regular(path)))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder} contains no failed step: there is no {path.name} in it; "
             "give the folder that the error of the run names, RUN/failed/step_N; or, for a step that was trained, the "
             "run and the number of the step: rlsys replay RUN --step N"
         ) from None
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError, ValidationError, RecursionError) as error:
         raise DataError(
             f"{path} cannot be read: {error}; it belongs to another version of rlsys, or is damaged"
         ) from error

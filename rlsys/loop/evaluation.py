@@ -24,6 +24,7 @@ from rlsys.loop.rollout_writer import is_written
 from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy, failures_in
 from rlsys.types import Assignment, Group, GroupKey, OutcomeKind, PolicyVersion, Task
 from rlsys.util.files import write_atomically
+from rlsys.util.regular_files import read_regular
 from rlsys.util.seeds import group_seed
 from rlsys.weight_sync.sync import WeightSync
 
@@ -408,8 +409,8 @@ def result_path(folder: Path, dataset: str, version: PolicyVersion) -> Path:
 def _row_in(path: Path) -> dict[str, Any]:
     """Return a written result; empty if it is not there, or damaged."""
     try:
-        row = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        row = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}
 

@@ -27,6 +27,7 @@ from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
 from rlsys.types import POLICY, Episode, EpisodeMeta, Group, GroupKey, PolicyVersion, Task
+from rlsys.util.regular_files import lines_of
 
 Record = TypeVar("Record")
 
@@ -62,6 +63,8 @@ EpisodeReading: TypeAlias = tuple[tuple[TokenStats, ...], ...]
 """Token statistics by trajectory and turn."""
 
 _ARRAYS: Mapping[type, Callable[[Iterable[Any]], NumberArray]] = {int: IntArray, float: FloatArray, bool: BoolArray}
+_MOST_GROUP_BYTES = 2**30
+"""Most bytes of a finished group."""
 _LINES = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _SAVED = {f.name for f in fields(Group)} - {"key", "payload", "columns", "report"}
 """Fields of a finished group in a file, beside its id. References end with the process."""
@@ -161,8 +164,8 @@ def _bare(record: GroupRecord) -> Fields:
 
 def read_groups(path: Path) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
-    lines = path.read_bytes().splitlines()
-    return [_decode_record(line, _group_record, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    lines = enumerate(lines_of(path, _MOST_GROUP_BYTES), 1)
+    return [_decode_record(line, _group_record, f"{path}:{number}") for number, line in lines]
 
 
 def _with_scores(episode: Episode, meta: EpisodeMeta) -> Episode:

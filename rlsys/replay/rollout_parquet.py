@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,15 +21,17 @@ import orjson
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
+from rlsys.replay.parquet_bounds import MOST_GROUP_BYTES, check_group, open_parquet
 from rlsys.replay.rollout_json import EpisodeReading, RolloutRecord, TokenStats, as_plain, decoder_of
 from rlsys.types import Episode, GroupKey, Task
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 ROLLOUT_FORMAT = 3
 """Format of the files."""
-_NAME = re.compile(r"step_(\d+)\.parquet")
+_NAME = re.compile(r"step_(\d{1,15})\.parquet")
 _TURN = {"prompt_ids": IntArray, "output_ids": IntArray, "logprobs": FloatArray}
 _READING = {"trainer_logprobs": FloatArray, "entropies": FloatArray, "advantages": FloatArray, "is_masked": BoolArray}
 _PIECES = "pieces"
@@ -40,6 +41,12 @@ _COLUMN = "column_"
 """Prefix of the columns that an algorithm asked for."""
 _FORMAT = b"rlsys.record_v"
 """Key of the format in the metadata of a file."""
+DICTIONARIES = (*_SHORT, f"{_PIECES}.list.element")
+"""Columns in which equal texts are stored once."""
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""Errors of a group whose values are not those of an episode."""
+_MOST_VALUES = 2_000_000
+"""Most values in a JSON text; each takes about 100 bytes of memory."""
 _Lists: TypeAlias = dict[str, list[Sequence[Any]]]
 """Lists of one episode by column, in order."""
 
@@ -220,56 +227,83 @@ def _json(value: object) -> str:
 # --------------------------------------------------------------------------------------------------------------- read
 
 
-def read_records(path: Path) -> list[RolloutRecord]:
-    """Read a rollout file. Raises `DataError` if it is none, or damaged, and `OSError`."""
-    file = RolloutFile(path)
+def read_records(path: Path, most_bytes: int = 2**40) -> list[RolloutRecord]:
+    """Read a rollout file. Raises `DataError` if it is none, or damaged, or a group decodes to more than `most_bytes`,
+    and `OSError`."""
+    file = RolloutFile(path, most_bytes)
     return [file.record(place) for place in range(len(file.group_ids))]
 
 
 class RolloutFile:
     """A rollout file, of which only the groups that are asked for are decoded."""
 
-    def __init__(self, path: Path) -> None:
-        """Open a file. Raises `DataError` if it is no rollout file, and `OSError`."""
+    def __init__(self, path: Path, most_bytes: int = MOST_GROUP_BYTES) -> None:
+        """Open a file, whose groups decode to at most `most_bytes` each. Raises `DataError` if it is no rollout file,
+        and `OSError`."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        self._path, data = path, BytesIO(path.read_bytes())
+        self._path, self._most_bytes = path, most_bytes
         try:
-            self._file = pq.ParquetFile(
-                data, read_dictionary=[f"{_PIECES}.list.element"], page_checksum_verification=True
-            )
-        except (pa.ArrowException, OSError, ValueError) as error:
+            self._file = open_parquet(path, DICTIONARIES)
+            metadata = self._file.metadata
+            own_format = (metadata.metadata or {}).get(_FORMAT, b"").decode(errors="replace")
+            if own_format != str(ROLLOUT_FORMAT):
+                raise ValueError(f"its format is {own_format or 'of another program'}")
+            groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
+            at = self._file.schema_arrow.get_field_index("group_id")
+            self.group_ids = [_group_id(group.column(at).statistics) for group in groups]
+            """By place in the file."""
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError, IndexError, OverflowError, ValueError) as error:
             raise self._problem(error) from error
-        metadata = self._file.metadata
-        own_format = int((metadata.metadata or {}).get(_FORMAT, 0))
-        if own_format != ROLLOUT_FORMAT:
-            raise DataError(f"{path}: not a rollout file of this version of rlsys: its format is {own_format}")
-        groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
-        at = self._file.schema_arrow.get_field_index("group_id")
-        self.group_ids = [group.column(at).statistics.min for group in groups]
-        """By place in the file."""
 
     def record(self, place: int) -> RolloutRecord:
         """Decode the group at a place. Raises `DataError`."""
         import pyarrow as pa
 
         try:
+            check_group(self._file, place, self._most_bytes, DICTIONARIES)
             return _record(self._file.read_row_group(place))
-        except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+        except (pa.ArrowException, OSError, *MALFORMED) as error:
             raise self._problem(error) from error
 
     def _problem(self, error: Exception) -> DataError:
         return DataError(f"{self._path}: not a rollout file of this version of rlsys, or damaged: {error!r}")
 
 
+def _group_id(statistics: pq.Statistics | None) -> int:
+    """Return the id of a group from the least value of its column. Raises `ValueError`."""
+    if statistics is None or type(statistics.min) is not int:
+        raise ValueError("a group has no id")
+    return statistics.min
+
+
+def texts_in(column: pa.ChunkedArray) -> list[Any]:
+    """Return the texts of a column that is read as a dictionary: equal ones are one object."""
+    found: list[Any] = []
+    for chunk in column.chunks:
+        texts = chunk.dictionary.to_pylist()
+        found += [None if at is None else texts[at] for at in chunk.indices.to_pylist()]
+    return found
+
+
+def parse_json(text: str) -> Any:  # noqa: ANN401
+    """Parse JSON of a rollout file. Raises `ValueError`, also for more values than a text of its kind has."""
+    if sum(map(text.count, "[{,")) > _MOST_VALUES:
+        raise ValueError(f"it has more than {_MOST_VALUES} values")
+    return orjson.loads(text)
+
+
 def _record(rows: pa.Table) -> RolloutRecord:
     """Return the group of these rows."""
+    import pyarrow as pa
+
     first = {name: rows[name][0].as_py() for name in ("step", "permit_version", "policy", "replica")}
-    group = orjson.loads(rows["task"][0].as_py())
-    sessions = [orjson.loads(text) for text in rows["session"].to_pylist()]
+    group = parse_json(rows["task"][0].as_py())
+    sessions = [parse_json(text) for text in rows["session"].to_pylist()]
     lists = {name: _Reader(rows[name], kind) for name, kind in (*_TURN.items(), *_READING.items())}
-    pieces = rows[_PIECES].combine_chunks().values.to_pylist()
+    pieces = texts_in(pa.chunked_array([rows[_PIECES].combine_chunks().values]))
     place = 0
     for session in sessions:
         for trajectory in session["episode"]["trajectories"]:

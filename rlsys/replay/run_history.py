@@ -5,7 +5,7 @@ Read from the files of the run: checkpoints, `rollouts`, and `events.jsonl`, whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPub
 from rlsys.replay.rollout_json import RolloutRecord, decoder_of
 from rlsys.replay.rollout_parquet import read_records, rollout_path
 from rlsys.types import PolicyVersion
+from rlsys.util.regular_files import lines_of
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone, RolledBack))
 """Beginnings of the relevant lines; a run has many other events."""
@@ -32,7 +33,7 @@ class RunHistory:
     """Hash of the published weights by version."""
     ends: dict[int, StepDone] = field(default_factory=dict)
     """Results by step."""
-    lost: set[int] = field(default_factory=set)
+    lost: list[range] = field(default_factory=list)
     """Versions that are no longer steps behind the weights: lost with the actor, see `RolledBack`."""
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -41,15 +42,20 @@ class RunHistory:
             first = line["first_step"]
             self.hashes = {version: hash_ for version, hash_ in self.hashes.items() if version <= first}
             self.ends = {step: end for step, end in self.ends.items() if step <= first}
-            self.lost = {step for step in self.lost if step <= first}
+            self.lost = [range(lost.start, min(lost.stop, first + 1)) for lost in self.lost]
         elif line["kind"] == RolledBack.kind:
             back = decoder_of(RolledBack)(line)
-            self.lost |= {*range(back.restored + 1, back.version + 1)}
-            self.ends = {step: end for step, end in self.ends.items() if step not in self.lost}
+            self.lost.append(range(back.restored + 1, back.version + 1))
+            self.ends = {step: end for step, end in self.ends.items() if not self.is_lost(step)}
         elif line["kind"] == WeightsPublished.kind:
             self.hashes[line["version"]] = line["hash"]
         else:
-            self.ends[line["step"]] = decoder_of(StepDone)(line)
+            end = decoder_of(StepDone)(line)
+            self.ends[end.step] = end
+
+    def is_lost(self, step: int) -> bool:
+        """True if the step was lost with the actor."""
+        return any(step in lost for lost in self.lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +83,10 @@ class RecordedSteps:
         checkpoint = _newest_before(run / "checkpoints", step)
         start = 0 if checkpoint is None else step_of(checkpoint)
         recording = cls(run, step, start, checkpoint, history)
-        if missing := [path for path in map(recording._path, recording.steps) if not path.is_file()]:
+        if missing := next((p for p in map(recording._path, recording._each_step()) if not p.is_file()), None):
             needed = f"the rollouts of steps {start + 1} to {step}"
             raise DataError(
-                f"{missing[0]} is not there, and to train step {step} again from {recording.beginning} takes {needed}. "
+                f"{missing} is not there, and to train step {step} again from {recording.beginning} takes {needed}. "
                 "Record every step (record.rollouts_every=1), and keep more checkpoints (checkpoint.every, "
                 "checkpoint.keep_last)"
             )
@@ -89,7 +95,11 @@ class RecordedSteps:
     @property
     def steps(self) -> Sequence[int]:
         """Steps to train, in order."""
-        return [step for step in range(self.start + 1, self.step + 1) if step not in self.history.lost]
+        return list(self._each_step())
+
+    def _each_step(self) -> Iterator[int]:
+        """Yield the steps one by one: a file may say that there are billions."""
+        return (step for step in range(self.start + 1, self.step + 1) if not self.history.is_lost(step))
 
     @property
     def beginning(self) -> str:
@@ -116,11 +126,10 @@ def read_history(run: Path) -> RunHistory:
     """Read `events.jsonl`. Raises `DataError` if it cannot be read."""
     history, path = RunHistory(), run / "events.jsonl"
     try:
-        with path.open("rb") as lines:
-            for line in lines:
-                if line.startswith(_KINDS):
-                    with suppress(orjson.JSONDecodeError):  # cut off by a kill; a resumed run emits it again
-                        history.add(orjson.loads(line))
+        for line in lines_of(path):
+            if line.startswith(_KINDS):
+                with suppress(orjson.JSONDecodeError):  # cut off by a kill; a resumed run emits it again
+                    history.add(orjson.loads(line))
     except OSError as error:
         raise DataError(
             f"cannot read {path}, which contains the hashes of weights: {error.strerror or error}"

@@ -20,10 +20,12 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.loop.build_driver import CONSTANTS
 from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted
+from rlsys.replay.parquet_bounds import MOST_GROUP_BYTES
 from rlsys.replay.rollout_json import decoder_of
 from rlsys.replay.rollout_parquet import read_records, rollout_paths
 from rlsys.types import Episode
 from rlsys.util.files import CONFIG
+from rlsys.util.regular_files import lines_of
 
 KINDS = {event.kind: event for event in (GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted)}
 """Events that tell something."""
@@ -112,7 +114,7 @@ def measured_profile(run: Path) -> str:
         raise ConfigError(f"{run} is no run directory: it has no config.resolved.yaml")
     turns = Turns()
     for file in rollout_paths(run)[-FILES:]:
-        for record in read_records(file):
+        for record in read_records(file, MOST_GROUP_BYTES):
             for episode in record.episodes:
                 turns.add(episode)
     if not turns.prompts:
@@ -126,7 +128,7 @@ def _events(path: Path) -> Iterable[tuple[Event, float]]:
     """Yield the events of `KINDS` with their times."""
     if not path.is_file():
         raise DataError(f"{path} is missing: a profile is made of the events of a run")
-    for line in path.read_bytes().splitlines():
+    for line in lines_of(path):
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError:  # the last line of a run that was killed

@@ -34,7 +34,7 @@ def decode(line: bytes) -> tuple[Event, float]:
     """Decode a line of `events.jsonl` to its event and time. Raises `Unreadable` or `UnknownKind`."""
     row = _row(line)
     kind, time_s = row.get("kind"), row.get("time_s")
-    if not isinstance(kind, str) or not _is_time(time_s):
+    if not isinstance(kind, str) or not is_time(time_s):
         raise Unreadable("it has no kind or no time")
     if kind not in _READERS:
         raise UnknownKind(kind)
@@ -55,7 +55,7 @@ def decode_metrics(line: bytes) -> tuple[StepDone | EvalDone, float]:
     """Decode a line of `metrics.jsonl`, for runs without other files. Raises `Unreadable`."""
     row = _row(line)
     step, time_s = row.pop("step", None), row.pop("time_s", 0.0)
-    if not isinstance(step, int) or abs(step) >= WHOLE or not _is_time(time_s):
+    if not isinstance(step, int) or abs(step) >= WHOLE or not is_time(time_s):
         raise Unreadable("it has no step or no time")
     metrics = _metrics(row)
     if metrics and all(name.startswith("eval/") for name in metrics):
@@ -73,7 +73,8 @@ def _row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _is_time(value: Json) -> TypeGuard[float]:
+def is_time(value: Json) -> TypeGuard[float]:
+    """True for Unix seconds of an event."""
     return isinstance(value, float | int) and 0 <= value < _END_S
 
 

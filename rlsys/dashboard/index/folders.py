@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import orjson
+
 from rlsys.dashboard.http_problems import NoSuch
 from rlsys.dashboard.index.run_files import inside
 from rlsys.util.files import CONFIG
+from rlsys.util.regular_files import read_regular
 
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 EVALUATIONS = "evaluations"
 
 _LOCK = "run.lock"
 """Names the process that writes to the folder, see `rlsys.launch.run_lock`."""
+_MOST_LOCK_BYTES = 2**16
 _DEPTH = 3
 """Depth of folders to search for runs."""
 
@@ -85,7 +88,7 @@ class RunFolder:
         folder = self.path.parent.parent if self.path.parent.name == "policies" else self.path
         path = inside(self.root, folder / _LOCK)
         try:
-            owner = json.loads(path.read_text()) if path else {}
+            owner = orjson.loads(read_regular(path, _MOST_LOCK_BYTES)) if path else {}
             pid, is_here = int(owner["pid"]), owner["host"] == socket.gethostname()
         except (OSError, ValueError, KeyError, TypeError):  # an older version, or it is being written
             return None

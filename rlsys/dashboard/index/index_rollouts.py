@@ -1,14 +1,18 @@
-"""Rows of the index from rollout files, with the columns that lists show and without numbers by token."""
+"""Rows of the index from rollout files, with the columns that lists show and without numbers by token.
+
+Most files are read at once. One that is large or damaged is read group by group, and a group that is damaged or decodes
+to more than `MOST_GROUP_BYTES` is left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
+from rlsys.replay.parquet_bounds import MOST_GROUP_BYTES, check_group, open_parquet
+from rlsys.replay.rollout_parquet import DICTIONARIES, MALFORMED, parse_json, texts_in
 
 _COLUMNS = (
     "step", "group_id", "episode", "task_id", "source", "policy", "replica", "reward", "advantage", "outcome", "reason",
@@ -16,6 +20,10 @@ _COLUMNS = (
 )  # fmt: skip
 
 _MOST_BITS = 63
+_MOST_SHORT = 10_000
+"""Most letters of a text that is stored with every episode, such as the reason of its outcome."""
+_AT_ONCE_BYTES = 2**24
+"""Most decoded bytes of a file that is read at once."""
 
 
 class IndexedEpisode(NamedTuple):
@@ -26,45 +34,48 @@ class IndexedEpisode(NamedTuple):
     answer: str
 
 
-class IndexedFile(NamedTuple):
-    """Episodes of a file, and the number of its groups that cannot be read."""
+class IndexedGroups(NamedTuple):
+    """Episodes of some groups of a file, and the number of these groups that cannot be read."""
 
     episodes: Sequence[IndexedEpisode]
     num_corrupt: int
 
 
-def indexed_file(path: Path) -> IndexedFile:
-    """Read a rollout file. Raises `OSError`; of a damaged file, the groups that can be read."""
+def indexed_groups(path: Path) -> Iterator[IndexedGroups]:
+    """Read a rollout file, part by part. Raises `OSError`; of a damaged file, the groups that can be read."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    unreadable = (pa.ArrowException, OSError, LookupError, TypeError, ValueError)
-    data = BytesIO(path.read_bytes())
+    unreadable = (pa.ArrowException, OSError, *MALFORMED)
     try:
-        file = pq.ParquetFile(data, page_checksum_verification=True)
+        file = open_parquet(path, DICTIONARIES)
+        places = range(file.metadata.num_row_groups)
+    except FileNotFoundError:
+        raise
     except unreadable:
-        return IndexedFile((), 1)
+        yield IndexedGroups((), 1)
+        return
     try:
-        return IndexedFile(list(_episodes(file.read(_COLUMNS, use_threads=False))), 0)
+        if sum(check_group(file, place, MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS) for place in places) < _AT_ONCE_BYTES:
+            yield IndexedGroups(list(_episodes(file.read(_COLUMNS, use_threads=False))), 0)
+            return
     except unreadable:
         pass  # a group is damaged: read them one by one
-    found: list[IndexedEpisode] = []
-    num_corrupt = 0
-    for place in range(file.metadata.num_row_groups):
+    for place in places:
         try:
-            found += _episodes(file.read_row_group(place, _COLUMNS, use_threads=False))
+            check_group(file, place, MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS)
+            yield IndexedGroups(list(_episodes(file.read_row_group(place, _COLUMNS, use_threads=False))), 0)
         except unreadable:
-            num_corrupt += 1
-    return IndexedFile(found, num_corrupt)
+            yield IndexedGroups((), 1)
 
 
 def _episodes(rows: Any) -> Iterator[IndexedEpisode]:  # noqa: ANN401  (a table of pyarrow)
-    for row in zip(*(rows[name].to_pylist() for name in _COLUMNS), strict=True):
+    columns = (texts_in(rows[name]) if name in DICTIONARIES else rows[name].to_pylist() for name in _COLUMNS)
+    for row in zip(*columns, strict=True):
         yield _episode(dict(zip(_COLUMNS, row, strict=True)))
 
 
 def _episode(row: Mapping[str, Any]) -> IndexedEpisode:
-    session = orjson.loads(row["session"])["episode"]
+    session = parse_json(row["session"])["episode"]
     turns = [turn for trajectory in session["trajectories"] for turn in trajectory["turns"]]
     versions = [span["version"] for turn in turns for span in turn["versions"]]
     columns = {
@@ -87,9 +98,19 @@ def _episode(row: Mapping[str, Any]) -> IndexedEpisode:
         "staleness": max(0, row["step"] - 1 - min(versions)) if versions else None,
         "prompt_id": _id_of(row["prompt"]),
     }
-    if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in columns.values()):
+    stored = {name: _storable(value) for name, value in columns.items()}
+    return IndexedEpisode(stored, str(row["prompt"]), str(row["text"]))
+
+
+def _storable(value: object) -> str | int | float | None:
+    """Value that SQLite stores; of a text, its beginning. Raises `ValueError`."""
+    if isinstance(value, str):
+        return value[:_MOST_SHORT]
+    if not isinstance(value, int | float | None):
+        raise ValueError("a value is neither a number nor a text")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError("a whole number is larger than SQLite stores")
-    return IndexedEpisode(columns, row["prompt"], row["text"])
+    return value
 
 
 def _id_of(prompt: str) -> int:

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from zlib import crc32
 
+from rlsys.dashboard.index.series import MOST_METRICS
 from rlsys.dashboard.index.sql_query import QueryColumn, QueryTable, literal
 from rlsys.monitoring.metric_catalog import metric_of
 
@@ -284,7 +285,7 @@ def _logs(connection: sqlite3.Connection, between: tuple[int, int] | None) -> Qu
 
 def _metrics(connection: sqlite3.Connection, kind: str) -> list[str]:
     """Metrics of a kind that queries can name."""
-    rows = connection.execute("SELECT name FROM metrics WHERE kind = ? ORDER BY name", (kind,))
+    rows = connection.execute("SELECT name FROM metrics WHERE kind = ? ORDER BY name LIMIT ?", (kind, MOST_METRICS))
     return [name for (name,) in rows]
 
 

@@ -5,26 +5,30 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rlsys.dashboard.index.event_decoding import UnknownKind, Unreadable, decode, decode_metrics
 from rlsys.dashboard.index.folders import EVENTS, METRICS, RunFolder, as_text, size_of
 from rlsys.dashboard.index.index_events import PUT_LOG, IndexedEvents
-from rlsys.dashboard.index.index_rollouts import IndexedEpisode, IndexedFile, indexed_file
+from rlsys.dashboard.index.index_rollouts import IndexedEpisode, IndexedGroups, indexed_groups
 from rlsys.dashboard.index.machine_use import MachineUse
 from rlsys.dashboard.index.run_files import Tail
 from rlsys.dashboard.index.spans import PREFIX
 from rlsys.dashboard.index.worker_logs import lines_in
 from rlsys.monitoring.machine_samples import LOGS
 from rlsys.replay.rollout_parquet import step_in
+from rlsys.util.regular_files import open_regular
 
 _PART_BYTES = 2**22
 """Bytes of lines in a transaction."""
 _PART_S = 0.3
 """Seconds of reading rollout files for a transaction."""
+_LEAST_LETTERS, _MOST_GROWTH = 2**26, 20
+"""Letters that are indexed of a rollout file anyway, and for each of its bytes. Further groups count as damaged."""
 _HEAD_BYTES = 256
 """First bytes of a file of lines, which tell it from another file of its name."""
 _LOG, _BEFORE = ".log", ".1"
@@ -77,15 +81,19 @@ class IndexWriter:
         self._connection, self._folder, self._machine = connection, folder, machine
         self._num_bytes = 0
         """Bytes of events and rollouts."""
+        self.num_bytes = 0
+        """Bytes of all files that the index is made of."""
 
     def work(self) -> Iterator[None]:
         """Write everything; yields after each transaction."""
         events = EVENTS if size_of(self._folder.path / EVENTS) else METRICS
         rollouts = list(self._rollout_files())
         self._num_bytes = size_of(self._folder.path / events) + sum(file.stamp[0] for file in rollouts)
+        logs = self._log_names()
+        self.num_bytes = self._num_bytes + sum(size_of(self._folder.path / name) for name in logs)
         yield from self._lines(events, self._put_events)
         yield from self._rollouts(rollouts)
-        for name in self._log_names():
+        for name in logs:
             yield from self._lines(name, self._put_log)
 
     def share(self) -> float:
@@ -171,29 +179,36 @@ class IndexWriter:
             yield
         changed = [file for file in reversed(listed) if known.get(file.name) != file.stamp]
         while changed:
-            begin_s, read = time.monotonic(), list[tuple[_Listed, IndexedFile]]()
+            begin_s, read = time.monotonic(), list[tuple[_Listed, Iterator[IndexedGroups]]]()
             while changed and time.monotonic() - begin_s < _PART_S:
                 file = changed.pop()
+                parts = indexed_groups(file.path)
                 try:
-                    read.append((file, indexed_file(file.path)))
+                    first = next(parts)  # all of a file that is not large
                 except OSError:  # deleted just now, or not readable
                     continue
+                read.append((file, chain([first], parts)))
             with transaction(self._connection):
-                for file, found in read:
-                    self._put_file(file, found)
+                for file, parts in read:
+                    self._put_file(file, parts)
             yield
 
-    def _put_file(self, file: _Listed, found: IndexedFile) -> None:
+    def _put_file(self, file: _Listed, parts: Iterable[IndexedGroups]) -> None:
         known = self._connection.execute("SELECT size, mtime_ns FROM files WHERE path = ?", (file.name,)).fetchone()
         if known == file.stamp:  # another process has written it since
             return
         self._forget(file.name)
-        for episode in found.episodes:
-            self._put_episode(file, episode)
+        num_letters = num_corrupt = 0
+        for part in parts:
+            num_letters += sum(len(episode.prompt) + len(episode.answer) for episode in part.episodes)
+            num_corrupt += part.num_corrupt
+            if num_letters > _LEAST_LETTERS + _MOST_GROWTH * file.stamp[0]:
+                num_corrupt += 1
+                break
+            for episode in part.episodes:
+                self._put_episode(file, episode)
         self._connection.execute(_GROUPS, (file.name,))
-        self._connection.execute(
-            "INSERT INTO files VALUES (?, ?, ?, NULL, ?)", (file.name, *file.stamp, found.num_corrupt)
-        )
+        self._connection.execute("INSERT INTO files VALUES (?, ?, ?, NULL, ?)", (file.name, *file.stamp, num_corrupt))
 
     def _put_episode(self, file: _Listed, episode: IndexedEpisode) -> None:
         columns = {"file": file.name, "dataset": file.dataset, **episode.columns}
@@ -258,7 +273,7 @@ def _lines_from(path: Path, offset: int) -> bytes:
 def _head(path: Path, size: int) -> bytes:
     """First bytes of the first `size` of a file; empty if it was deleted just now."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(min(size, _HEAD_BYTES))
     except OSError:
         return b""

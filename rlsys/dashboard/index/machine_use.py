@@ -15,6 +15,7 @@ from rlsys.dashboard.responses import MachineAnswer, MachineRow, TimeSeries
 from rlsys.monitoring.machine_metrics import OF_NODE, OF_WORKER
 from rlsys.monitoring.machine_samples import MACHINE, MachineSample, sample_of
 from rlsys.monitoring.metric_catalog import metric_of
+from rlsys.util.regular_files import lines_of
 
 _NAN = float("nan")
 _MOST = 50_000
@@ -109,7 +110,7 @@ class MachineUse:
 
 def _earlier(path: Path | None) -> list[bytes]:
     try:
-        return path.read_bytes().splitlines() if path else []
+        return list(lines_of(path)) if path else []
     except OSError:
         return []
 

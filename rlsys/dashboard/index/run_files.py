@@ -1,4 +1,4 @@
-"""Files that another process is writing, and the folders that may be read.
+"""Files that another process is writing, and the folders that may be read. Only regular files are opened.
 
 tail = Tail(run_dir / "events.jsonl")
 for chunk in tail.read():        # lines appended since the last call, complete lines only
@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from rlsys.util.regular_files import MOST_LINE_BYTES, open_regular
+
 CHUNK_BYTES = 256 * 1024
 
 
 class FileChunk(NamedTuple):
-    """Consecutive complete lines of a file."""
+    """Consecutive complete lines of a file, or a part of a line that has more than `MOST_LINE_BYTES`."""
 
     offset: int
     """Offset of the first line in the file."""
@@ -57,8 +59,8 @@ class Tail:
         if self._path is None or self.size <= self._offset:
             return
         try:
-            file = self._path.open("rb", buffering=0)
-        except OSError:  # deleted just now
+            file = open_regular(self._path)
+        except OSError:  # deleted just now, or no regular file
             return
         with file:
             self._inode = os.fstat(file.fileno()).st_ino
@@ -66,7 +68,7 @@ class Tail:
             kept = b""
             while data := file.read(CHUNK_BYTES):
                 kept += data
-                end = kept.rfind(b"\n") + 1
+                end = kept.rfind(b"\n") + 1 or len(kept) * (len(kept) > MOST_LINE_BYTES)
                 if end:
                     chunk = FileChunk(self._offset, kept[:end])
                     self._offset, kept = self._offset + end, kept[end:]

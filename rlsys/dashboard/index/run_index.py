@@ -1,4 +1,4 @@
-"""Index of a run, an SQLite database beside its files, for queries over all steps.
+"""Index of a run, an SQLite database in the user's cache, for queries over all steps.
 
     index = RunIndex(folder)
     while not index.update(1.0):
@@ -7,35 +7,35 @@
 
 It holds no more than the files of the run, of which it notes how far they are read. So it is updated while the run goes
 on, by any number of processes in turn, and is rebuilt after damage or by another version of rlsys. Only the readers of
-a run write it. It is `RUN/index.sqlite`, or a file in the user's cache if the folder cannot be written.
+a run write it. `rlsys.dashboard.index.index_cache` says where it is.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
 from shutil import disk_usage
 
 from rlsys.dashboard.index.folders import RunFolder
+from rlsys.dashboard.index.index_cache import index_path, mark_used
 from rlsys.dashboard.index.index_schema import INDEXED, STORED, VERSION
 from rlsys.dashboard.index.index_writer import IndexWriter, transaction
 from rlsys.dashboard.index.machine_use import MachineUse
 from rlsys.dashboard.index.sql_query import QueryPage, QueryTable, TableQuery, page_of, run_sql
 from rlsys.errors import RlsysError
 
-NAME = "index.sqlite"
 _LOCKED_S = 5.0
 """Seconds to wait for another process that writes the index."""
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Errors after which the index is deleted."""
+_LEAST_LIMIT, _MOST_GROWTH = 2**28, 20
+"""Bytes that an index may have anyway, and bytes for each byte of the files of the run: few, as they are compressed."""
 _LEAST_FREE = 2**28
 """Bytes of the disk below which the index does not grow."""
 
@@ -58,14 +58,8 @@ class RunIndex:
 
     @property
     def path(self) -> Path:
-        """The database. A link in the run's folder is not followed, because it may lead anywhere."""
-        run = self._folder.path
-        own = run / NAME
-        if os.access(run, os.W_OK) and not any(Path(f"{own}{end}").is_symlink() for end in ("", "-journal", "-wal")):
-            return own
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsys" / "indexes"
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run may be private
-        return cache / f"{blake2b(os.fsencode(run.resolve()), digest_size=16).hexdigest()}.sqlite"
+        """The database. Raises `OSError`, see `index_path`."""
+        return index_path(self._folder.path)
 
     def update(self, seconds: float) -> bool:
         """Add what the run has written, for about `seconds`. Returns True if nothing is left.
@@ -77,11 +71,16 @@ class RunIndex:
             return False
         try:
             with self._connect() as connection:
+                mark_used(self.path)
                 self._leave_room()
                 writer = IndexWriter(connection, self._folder, self._machine)
-                is_done = all(time.monotonic() < end_s for _ in writer.work())
-                self.share = 1.0 if is_done else writer.share()
-                return is_done
+                for _ in writer.work():
+                    self._check_growth(writer.num_bytes)
+                    if time.monotonic() >= end_s:
+                        self.share = writer.share()
+                        return False
+                self.share = 1.0
+                return True
         finally:
             self._lock.release()
 
@@ -116,12 +115,21 @@ class RunIndex:
             self._delete()
             raise IndexProblem(f"the index {self.path} was damaged, and is being rebuilt: ask again") from error
         except OSError as error:
-            raise IndexProblem(f"there is no place for an index: {error}; set XDG_CACHE_HOME to a folder") from error
+            reason = f"there is no place for an index: {error}"
+            raise IndexProblem(f"{reason}; or set XDG_CACHE_HOME to a folder of yours") from error
 
     def _leave_room(self) -> None:
         """Raise `IndexProblem` if the disk is nearly full: what is left is for the run."""
         if (free := disk_usage(self.path.parent).free) < _LEAST_FREE:
             raise IndexProblem(f"the index {self.path} is not updated: the disk has only {free / 2**20:.0f} MiB left")
+
+    def _check_growth(self, num_bytes: int) -> None:
+        """Raise `IndexProblem` if the index is far larger than `num_bytes`, those of the files of the run."""
+        if (size := self.path.stat().st_size) > _LEAST_LIMIT + _MOST_GROWTH * num_bytes:
+            raise IndexProblem(
+                f"the index {self.path} is not complete: it has {size / 2**20:.0f} MiB, and the files of the run "
+                f"{num_bytes / 2**20:.0f} MiB, which cannot be those of a run"
+            )
 
     def _delete(self) -> None:
         self.share = 0.0

@@ -13,6 +13,8 @@ from rlsys.monitoring.metric_catalog import Metric, metric_of
 
 _NOT_IN_TABLE = Metric("", "")
 
+MOST_METRICS = 10_000
+"""Most metrics of a run; further names are left out."""
 _RATES: Mapping[str, str] = {"tokens": "perf/tokens_per_s", "samples": "perf/samples_per_s"}
 """Axis -> the metric which, times the seconds of a step, is what a step adds to it."""
 
@@ -60,9 +62,10 @@ class SeriesColumns:
         self._times.put(step, since_s)
         for name, value in metrics.items():
             column = self._columns.get(name)
-            if column is None:
+            if column is None and len(self._columns) < MOST_METRICS:
                 column = self._columns[name] = _Column()
-            column.put(step, value)
+            if column is not None:
+                column.put(step, value)
 
     def forget_after(self, step: int) -> None:
         """Discard all later steps, because the run resumed after `step`."""

@@ -15,7 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
+from rlsys.dashboard.index.event_decoding import is_time
 from rlsys.dashboard.index.run_files import CHUNK_BYTES, FileChunk
+from rlsys.util.regular_files import open_regular
 
 PREFIX = b'{"kind":"worker_busy"'
 """Beginning of these lines, as `JsonlSink` writes them."""
@@ -88,7 +90,8 @@ class Spans:
             return
         stamp = _TIME.search(chunk.data, chunk.data.rfind(PREFIX))
         last = self._blocks[-1] if self._blocks else None
-        last_s = float(stamp[1]) if stamp else (last.last_s if last else 0.0)
+        last_s = float(stamp[1]) if stamp else -1.0
+        last_s = last_s if is_time(last_s) else (last.last_s if last else 0.0)
         end = chunk.offset + len(chunk.data)
         if last and end - last.offset <= CHUNK_BYTES:
             last.end, last.last_s, last.num_lines = end, last_s, last.num_lines + num_lines
@@ -135,7 +138,7 @@ class Spans:
         if self._path is None:
             return {}
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(block.offset)
                 data = file.read(block.end - block.offset)
         except OSError:  # deleted since; the next read detects it
@@ -143,7 +146,8 @@ class Spans:
         found: defaultdict[tuple[bytes, bytes], list[Stretch]] = defaultdict(list)
         for worker, activity, start, end in _SPAN.findall(data):
             start_s, end_s = float(start), float(end)
-            found[worker, activity].append((start_s, end_s, end_s - start_s))
+            if is_time(start_s) and is_time(end_s):
+                found[worker, activity].append((start_s, end_s, end_s - start_s))
         return {_names(*key): stretches for key, stretches in found.items()}
 
 

@@ -38,6 +38,8 @@ MOST_COLUMNS = 1900
 """Most columns of a view."""
 KEY = "#key"
 """Column of a view that is unique for each row."""
+_LONGEST_NAME = 200
+"""Letters of the longest name that is compared with others."""
 _BEFORE = 40
 """Letters of a preview before the text that was looked for."""
 _QUOTED = re.compile(r"'(?:[^']|'')*'|\"((?:[^\"]|\"\")*)\"")
@@ -163,6 +165,7 @@ def page_of(database: Path | None, table: QueryTable, query: TableQuery, letters
 
 def unknown(what: str, name: str, known: Sequence[str]) -> NoReturn:
     """Raise `BadQuery` with the nearest known name. `what`: the unknown thing with its name."""
+    known, name = [k for k in known if len(k) <= _LONGEST_NAME], name[:_LONGEST_NAME]
     near = get_close_matches(name, known, 1, 0.5) or [k for k in known if name.lower() in k.lower()][:1]
     hint = f"did you mean `{near[0]}`? " if near else ""
     listed = ", ".join(known[:60]) + (f" and {len(known) - 60} more" if len(known) > 60 else "")

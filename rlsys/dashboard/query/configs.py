@@ -12,12 +12,15 @@ from rlsys.dashboard.index.folders import RunFolder
 from rlsys.dashboard.responses import Difference
 from rlsys.util.files import CONFIG
 from rlsys.util.leaves import leaves
+from rlsys.util.regular_files import read_regular
 
 _Tree: TypeAlias = Mapping[str, Any]
 
 _BRIEF = Repr()
 _BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxstring, _BRIEF.maxother = 3, 100, 100, 1000, 100
 
+_MOST_BYTES = 2**20
+"""Most bytes of a configuration that is shown. One that is too large to be parsed is shown as text alone."""
 _SECTION = re.compile(r"^(?=\w+:)", re.MULTILINE)
 """Beginning of a section, in YAML with one key per line as runs write it."""
 
@@ -47,8 +50,8 @@ def read_config(folder: RunFolder, sections: Sequence[str] = ()) -> RunConfig:
     """Read the configuration of a run; with `sections`, at least the values of these, which is much faster."""
     path = folder.file(CONFIG)
     try:
-        text = path.read_text(errors="replace") if path else ""
-    except OSError:  # deleted just now, or not readable
+        text = read_regular(path, _MOST_BYTES).decode(errors="replace") if path else ""
+    except OSError:  # deleted just now, not readable, or too large
         return RunConfig()
     try:
         return _config_of(text, sections)
@@ -86,7 +89,11 @@ def _parse_yaml(text: str) -> _Tree:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
+    from rlsys.util.bounded_yaml import excess_of, grows_without_bound
+
     try:
+        if excess_of(text) or ("*" in text and grows_without_bound(YAML(typ="safe", pure=True).compose(text))):
+            return {}
         tree = YAML(typ="safe").load(text)
     except YAMLError:  # incomplete or foreign; its text is shown anyway
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
 from math import exp
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -180,12 +181,16 @@ def _turn(turn: Turn, reading: TokenStats, assigned: float | None, mask: _Mask, 
         entropies=_round_values(reading.entropies),
         advantages=(_round_values(reading.advantages) or same) if is_trained else [None] * len(reading.pieces),
         masks=["left_out" if left_out else mask for left_out in reading.is_masked or [False] * len(reading.pieces)],
-        versions=[span.version for span in turn.versions for _ in range(span.num_tokens)],
+        versions=list(islice(_version_of_each_token(turn), len(reading.pieces))),
         finish=turn.finish,
         start_s=start_s,
         seconds=seconds,
         tool_calls=calls,
     )
+
+
+def _version_of_each_token(turn: Turn) -> Iterator[int]:
+    return chain.from_iterable(repeat(span.version, span.num_tokens) for span in turn.versions)
 
 
 def _round_values(values: Sequence[float]) -> list[float]:

@@ -27,7 +27,8 @@ def kind_of(worker: str) -> str:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """Sort key that orders `rollout-10` after `rollout-9`."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"([0-9]+)", name)  # a number may have more digits than Python converts
+    return [(len(d := part.lstrip("0")), d) if part.isdecimal() else (0, part) for part in parts]
 
 
 def _place(worker: str) -> tuple[int, list[tuple[int, str]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rlsys.dashboard.http_problems import NoSuch
+from rlsys.dashboard.index.event_decoding import is_time
 from rlsys.dashboard.index.index_followers import IndexFollowers
 from rlsys.dashboard.index.index_schema import INDEXED
 from rlsys.dashboard.index.sql_query import MOST_ROWS
@@ -60,7 +61,7 @@ def _cell_text(column: TableColumn, value: Json) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if column.kind == "time" and isinstance(value, float | int):
+    if column.kind == "time" and is_time(value):
         return datetime.fromtimestamp(value).isoformat(" ", "seconds")
     if isinstance(value, float):
         return f"{value:.4g}"

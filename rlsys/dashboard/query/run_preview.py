@@ -5,7 +5,6 @@ It reads all metrics, and only the first and last events: start, end, and recent
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,13 @@ from rlsys.dashboard.index.run_files import Tail
 from rlsys.dashboard.query.configs import modification_stamp, read_config
 from rlsys.dashboard.query.history import EventHistory
 from rlsys.monitoring.events import Event, PhaseDone, RunEnded, RunStarted, WorkerFailed
+from rlsys.util.regular_files import open_regular
 
 _SECTIONS = ("run", "model", "algorithm", "alerts")
 """Sections that a summary of a run shows, and the thresholds of alerts."""
 _FIRST_BYTES = 64 * 1024
 _LAST_BYTES = 256 * 1024
 _KINDS = tuple(b'{"kind":"%s"' % event.kind.encode() for event in (RunStarted, RunEnded, WorkerFailed, PhaseDone))
-_TIME = re.compile(rb'^\{"kind":"\w+","time_s":([\d.]+)')
 
 
 class Glimpses:
@@ -74,13 +73,13 @@ class Glimpse:
         events = [event for line in lines if line.startswith(_KINDS) and (event := _decode_line(line, is_row=False))]
         for event, time_s in sorted([*rows, *events], key=lambda stamped: stamped.time_s):
             self.history.observe(event, time_s)
-        if lines and (last := _TIME.match(lines[-1])):
-            self.history.mark_active(float(last[1]))
+        if lines and (last := _decode_line(lines[-1], is_row=False)):
+            self.history.mark_active(last.time_s)
 
     def _lines(self) -> Iterator[bytes]:
         """First and last appended lines, without those between."""
         size = size_of(self._events)
-        with self._events.open("rb") as file:
+        with open_regular(self._events) as file:
             if not self._read_to:
                 data = file.read(_FIRST_BYTES)
                 self._read_to = data.rfind(b"\n") + 1

@@ -279,6 +279,37 @@ def test_loopback_host_names_are_accepted_on_any_port(url: str, host: str) -> No
     assert ask(url, "/api/runs", headers={"Host": host}).status == 200
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "something new"])
+@pytest.mark.parametrize("path", ["/api/runs", "/api/query?run=small&q=select+1", "/app.js", "/"])
+def test_a_request_by_a_page_of_another_site_is_refused(url: str, path: str, site: str) -> None:
+    reply = ask(url, path, headers={"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"})
+    assert (reply.status, "its own pages" in reply.json["error"]) == (403, True)
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.test", "null", "http://localhost:1", "http://[", "http://evil.test:HOST"]
+)
+def test_a_request_with_a_foreign_origin_is_refused(url: str, origin: str) -> None:
+    origin = origin.replace("HOST", str(urlsplit(url).port))
+    assert ask(url, "/api/runs", headers={"Origin": origin}).status == 403
+
+
+def test_a_link_elsewhere_opens_a_page_but_no_address_of_data(url: str) -> None:
+    by_link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert ask(url, "/", headers=by_link).status == 200
+    assert ask(url, "/api/runs", headers=by_link).status == 403
+
+
+def test_the_pages_own_requests_and_those_of_programs_are_answered(url: str) -> None:
+    for headers in (
+        {},
+        {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
+        {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"},
+        {"Origin": f"http://{urlsplit(url).netloc}"},
+    ):
+        assert ask(url, "/api/runs", headers=headers).status == 200
+
+
 def test_where_a_token_is_set_nothing_is_answered_without_it(folder: Path) -> None:
     with served(folder, environ=WITH_TOKEN) as url:
         assert url.endswith(f"/?token={TOKEN}")
@@ -418,6 +449,14 @@ def test_a_reconnected_stream_sends_only_unseen_changes(tmp_path: Path) -> None:
         assert told[0] != first[0]
         assert first[0] not in again.ids
         again.close()
+
+
+@pytest.mark.parametrize("last", ["9" * 5000, "9" * 19, "-1", "1.5", "\u0661"])
+def test_a_last_id_that_is_no_revision_counts_as_none(url: str, last: str) -> None:
+    stream = Stream(url, "small", last=last.encode().decode("latin-1"))
+    assert stream.response.status == 200
+    assert stream.next() is not None
+    stream.close()
 
 
 @pytest.mark.slow

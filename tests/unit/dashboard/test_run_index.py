@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 
 from rlsys.dashboard.http_problems import BadQuery
 from rlsys.dashboard.index.folders import RunFolder
+from rlsys.dashboard.index.index_cache import index_path, mark_used
 from rlsys.dashboard.index.index_followers import IndexFollowers
 from rlsys.dashboard.index.index_schema import INDEXED
 from rlsys.dashboard.index.run_index import IndexProblem, RunIndex
@@ -252,9 +254,9 @@ def test_damaged_files_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0 and then nonsense" * 100, b"nonsense" * 1000])
 def test_a_damaged_index_is_built_again(tmp_path: Path, content: bytes) -> None:
-    run = small_run(tmp_path / "run")
-    (run / "index.sqlite").write_bytes(content)
+    small_run(tmp_path / "run")
     index = RunIndex(RunFolder(tmp_path, "run"))
+    index.path.write_bytes(content)
     with suppress(IndexProblem):  # of the damage, which it then removes
         index.update(10.0)
     assert index.update(10.0)
@@ -263,7 +265,7 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, content: bytes) -> None:
 
 def test_an_index_that_is_behind_has_a_reason(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
-    (run / "index.sqlite").write_bytes(b"nonsense" * 1000)
+    index_path(run).write_bytes(b"nonsense" * 1000)
     indexes, folder = IndexFollowers(), RunFolder(tmp_path, "run")
     assert "was damaged" in indexes.current(folder).problem
     assert indexes.current(folder).problem == ""
@@ -281,7 +283,7 @@ def test_indexes_of_the_runs_last_asked_for_are_kept(tmp_path: Path) -> None:
 
 
 def test_an_index_with_an_error_other_than_damage_is_kept(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run")
+    small_run(tmp_path / "run")
     index = RunIndex(RunFolder(tmp_path, "run"))
     index.tables()
     with sqlite3.connect(index.path) as connection:
@@ -289,13 +291,13 @@ def test_an_index_with_an_error_other_than_damage_is_kept(tmp_path: Path) -> Non
     connection.close()
     with pytest.raises(IndexProblem, match="cannot be used now: not now"):
         index.update(10.0)
-    assert (run / "index.sqlite").exists()
+    assert index.path.exists()
 
 
 def test_an_index_of_another_version_is_built_again(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     index_of(run)
-    with sqlite3.connect(run / "index.sqlite") as connection:
+    with sqlite3.connect(index_path(run)) as connection:
         connection.execute("DROP TABLE answers")
         connection.execute("CREATE TABLE elsewhere (name)")
         connection.execute("PRAGMA user_version = 7")
@@ -303,14 +305,50 @@ def test_an_index_of_another_version_is_built_again(tmp_path: Path) -> None:
     assert ask(run, "select * from episodes where answer like '%answer%'").num_rows == 708
 
 
-def test_a_link_in_place_of_the_index_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_nothing_is_written_into_the_folder_of_a_run(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
-    (tmp_path / "mine").write_text("mine")
-    (run / "index.sqlite").symlink_to(tmp_path / "mine")
+    before = {path: path.stat().st_mtime_ns for path in [run, *run.rglob("*")]}
     assert ask(run, "select * from episodes").num_rows == 708
-    assert (tmp_path / "mine").read_text() == "mine"
-    assert len(list((tmp_path / "cache" / "rlsys" / "indexes").iterdir())) == 1
+    assert {path: path.stat().st_mtime_ns for path in [run, *run.rglob("*")]} == before
+
+
+def test_a_run_made_anew_at_a_path_has_an_index_of_its_own(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    assert column(run, "select count(*) from steps") == [30]
+    run.rename(tmp_path / "earlier")
+    history = History(run, Shape())
+    history.start()
+    history.step()
+    assert column(run, "select count(*) from steps") == [1]
+    shutil.rmtree(run)
+    small_run(run)  # maybe with the same identity: file systems use numbers again
+    assert column(run, "select count(*) from steps") == [30]
+
+
+def test_the_folder_of_indexes_is_private(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    folder = index_path(tmp_path, environ).parent
+    assert folder == tmp_path / "cache" / "rlsys" / "indexes"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(OSError, match=r"others can read or change .*: `chmod 700"):
+        index_path(tmp_path, environ)
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is a link, or belongs to another user"):
+        index_path(tmp_path, environ)
+
+
+def test_indexes_that_are_not_used_for_a_month_are_deleted(tmp_path: Path) -> None:
+    old, used, new = (tmp_path / f"{name}.sqlite" for name in ("old", "used", "new"))
+    for path in (old, tmp_path / "old.sqlite-journal", used, tmp_path / "notes"):
+        path.touch()
+        os.utime(path, (1, 1))
+    mark_used(used)
+    assert old.exists()
+    mark_used(new)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "used.sqlite"]
 
 
 def test_rollouts_that_lead_out_of_the_served_folder_are_left_out(tmp_path: Path) -> None:
