@@ -7,6 +7,7 @@ assert problems_of(read_all(run, root / "out")) == []
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import struct
@@ -22,11 +23,13 @@ from random import Random
 from typing import NamedTuple
 
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 
 from rlsys.errors import RlsysError
 from rlsys.loop.checkpoint import CONFIG, write_manifest
-from tests.damage import damage
+from tests.damage import damage, with_odd_value
 from tests.histories import History, Shape
 from tests.rollouts import rollouts
 
@@ -50,7 +53,7 @@ QUERIES = (
 )
 PAGES = (
     "runs", "run?run=R", "metrics?run=R", "alerts?run=R", "groups?run=R", "groups?run=R&step=2", "ledger?run=R",
-    "group?run=R&step=1&group_id=4", "episode?run=R&step=1&group_id=4&episode=0", "task?run=R&task=task-0",
+    "group?run=R&step=1&group_id=1", "episode?run=R&step=1&group_id=1&episode=0", "task?run=R&task=task-0",
     "cluster?run=R", "cluster?run=R&from=0&to=2e10", "evaluations?run=R", "machine?run=R", "failures?run=R",
     "compare?run=R&run=R", "tables?run=R", "series?run=R&name=*", "table?run=R&table=episodes", "table?table=runs",
 )  # fmt: skip
@@ -155,8 +158,7 @@ def _commands(run: Path, out: Path) -> Iterator[tuple[str, Callable[[], object]]
     yield "tail", lambda: tail(run, sys.stdout, once=True)
     yield "export", lambda: load_sections(Config, checkpoint_of(run, "latest").parent.parent / CONFIG, EXPORTED)
     yield "replay", lambda: RecordedSteps.of(run, 2).rollouts(2)
-    for path in (run / "events.jsonl", run / "rollouts" / "step_000001.parquet"):
-        yield f"inspect {path.name}", lambda path=path: cli.inspect_data(str(path))
+    yield "inspect", lambda: cli.inspect_data(str(run / "events.jsonl"))
     yield from _pages(run)
 
 
@@ -199,13 +201,16 @@ def spoil(run: Path, random: Random, outside: Path) -> None:
     for _ in range(random.choice([1, 1, 2, 4])):
         path = random.choice([*3 * [each for each in files if each.parent == run], *files])
         if path.is_file() and not path.is_symlink():
-            (damage if random.random() < 0.6 else random.choice(_TRICKS))(path, random)
+            (damage if random.random() < 0.5 else random.choice(_TRICKS))(path, random)
+    if random.random() < 0.3 and (path := run / "rollouts" / "step_000001.parquet").is_file():
+        _odd_texts(path, random)
     if random.random() < 0.2:
         foreign_index(run, outside)
     if random.random() < 0.1:
         path = random.choice(files)
-        path.unlink(missing_ok=True)
-        path.symlink_to(random.choice([outside, Path("/dev/zero"), run, Path("/proc/self/mem")]))
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            path.symlink_to(random.choice([outside, Path("/dev/zero"), run, Path("/proc/self/mem")]))
 
 
 def foreign_index(run: Path, victim: Path) -> None:
@@ -263,4 +268,31 @@ def _nested(path: Path, random: Random) -> None:
     path.write_bytes(random.choice([b"[", b'{"a":', b"- ", b"a: {"]) * random.choice([1000, 100_000]))
 
 
-_TRICKS = (_pipe, _device, _folder, _hole, _large_numbers, _large_numbers, _repeated, _nested)
+def _odd_texts(path: Path, random: Random) -> None:
+    """Change the JSON in a file of rollouts; its checksums are right."""
+    if path.suffix != ".parquet":
+        return
+    try:
+        table = pq.read_table(path)
+    except (OSError, ValueError):  # it is damaged already
+        return
+    name, row = random.choice(["session", "session", "task"]), random.randrange(table.num_rows)
+    texts = table[name].to_pylist()
+    texts[row] = json.dumps(with_odd_value(orjson.loads(texts[row] or "{}"), random)).encode(errors="replace").decode()
+    changed = table.set_column(table.schema.get_field_index(name), name, pa.array(texts))
+    pq.write_table(changed, path, use_dictionary=False, row_group_size=2)
+
+
+_TRICKS = (
+    _odd_texts,
+    _odd_texts,
+    _odd_texts,
+    _pipe,
+    _device,
+    _folder,
+    _hole,
+    _large_numbers,
+    _large_numbers,
+    _repeated,
+    _nested,
+)

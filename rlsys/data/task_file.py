@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,13 @@ from rlsys.data import row_adapters
 from rlsys.data.row_adapters import AS_FOUND, PARTS, Columns, Layout, Part, Row, RowProblem, with_info_parsed
 from rlsys.errors import DataError
 from rlsys.types import Task
+from rlsys.util.regular_files import open_regular
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 _LINES = (".jsonl", ".json")
+_MOST_ROW_BYTES = 2**28
 _SETS = {".parquet": "parquet", ".csv": "csv"}
 """Files that `datasets` reads, with the name of its reader."""
 _FILES = (*_LINES, *_SETS)
@@ -170,8 +173,10 @@ def _has_no_splits(place: Place) -> None:
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
     """Yield each row of a JSONL file, or of a file that is one JSON array; skips a byte order mark at its start."""
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open_regular(path) as file, BufferedReader(file) as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(_MOST_ROW_BYTES + 1), b""), 1):
+                if len(line) > _MOST_ROW_BYTES:
+                    raise DataError(f"{path}:{number}: a row has more than {_MOST_ROW_BYTES} bytes")
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if number == 1 and path.suffix == ".json" and text.lstrip().startswith(b"["):
                     yield from _array(path, text + lines.read())
@@ -211,6 +216,8 @@ def _set(place: Place) -> tuple[Dataset, str | None]:
     try:
         if place.path.endswith(_FILES):
             _has_no_splits(place)
+            if folder.exists() and not folder.is_file():
+                raise DataError(f"cannot read {place.path}: it is no regular file")
             reader = _SETS[Path(place.path).suffix]
             return datasets.load_dataset(reader, data_files=place.path, split="train"), None
         if (folder / "dataset_dict.json").is_file():

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 MOST_GROUP_BYTES = 2**28
 """Most decoded bytes of a group: 64 episodes of 100,000 tokens, with what the trainer made of each, have 220 MB."""
-_MOST_ROWS = 2**20
-"""Most episodes of a file."""
+_MOST_ROWS, _MOST_GROUP_ROWS = 2**20, 4096
+"""Most episodes of a file, and of a group."""
 _MOST_FOOTER_BYTES = 2**26
 """Most bytes of the end of a file that describes it: 10,000 groups have 45 MB."""
 _END_BYTES = 8
@@ -67,6 +67,8 @@ def check_group(
         if not set(column.encodings) <= possible:
             raise ValueError(f"the column {column.path_in_schema} is not written as rlsys does: {column.encodings}")
         size += max(column.total_uncompressed_size, _VALUE_BYTES * column.num_values)
-    if not 0 <= group.num_rows <= _MOST_ROWS or not 0 <= size <= most_bytes:
-        raise ValueError(f"a group has {group.num_rows} rows of {size} bytes, and at most {most_bytes} are read")
+    if not 0 <= group.num_rows <= _MOST_GROUP_ROWS or not 0 <= size <= most_bytes:
+        raise ValueError(
+            f"a group has {group.num_rows} rows of {size} bytes; {_MOST_GROUP_ROWS} of {most_bytes} are read"
+        )
     return size

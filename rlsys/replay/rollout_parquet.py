@@ -258,6 +258,10 @@ class RolloutFile:
         except (pa.ArrowException, OSError, IndexError, OverflowError, ValueError) as error:
             raise self._problem(error) from error
 
+    def num_episodes(self, place: int) -> int:
+        """Return the number of episodes of the group at a place."""
+        return self._file.metadata.row_group(place).num_rows
+
     def record(self, place: int) -> RolloutRecord:
         """Decode the group at a place. Raises `DataError`."""
         import pyarrow as pa
@@ -325,7 +329,7 @@ def _record(rows: pa.Table) -> RolloutRecord:
     for key, lengths in group["columns"].items():
         column = _Reader(rows[_COLUMN + key], FloatArray)
         columns[key] = tuple(column.take(length) for length in lengths)
-    return RolloutRecord(
+    record = RolloutRecord(
         **first,
         key=GroupKey(rows["group_id"][0].as_py(), rows["attempt"][0].as_py()),
         task=decoder_of(Task)(group["task"]),
@@ -335,6 +339,19 @@ def _record(rows: pa.Table) -> RolloutRecord:
         columns=columns,
         readings=tuple(readings),
     )
+    _check_sense(record)
+    return record
+
+
+def _check_sense(record: RolloutRecord) -> None:
+    """Raise `ValueError` for a record that no run writes."""
+    task, sizes = record.task, [len(episode.trajectories) for episode in record.episodes]
+    if not isinstance(task.prompt, str) and not all(isinstance(message, dict) for message in task.prompt):
+        raise ValueError("the prompt is neither a text nor messages")
+    if not all(sizes) or len(record.parts) != len(sizes) or not all(isinstance(each, dict) for each in record.parts):
+        raise ValueError("an episode has no trajectory, or no parts of its reward")
+    if record.readings and [len(of_episode) for of_episode in record.readings] != sizes:
+        raise ValueError("the readings are not those of the trajectories")
 
 
 class _Reader:

@@ -20,9 +20,8 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.loop.build_driver import CONSTANTS
 from rlsys.monitoring.events import Event, GroupRolledOut, StepDone, WeightsPublished, WorkerBusy, WorkerRestarted
-from rlsys.replay.parquet_bounds import MOST_GROUP_BYTES
 from rlsys.replay.rollout_json import decoder_of
-from rlsys.replay.rollout_parquet import read_records, rollout_paths
+from rlsys.replay.rollout_parquet import RolloutFile, rollout_paths
 from rlsys.types import Episode
 from rlsys.util.files import CONFIG
 from rlsys.util.regular_files import lines_of
@@ -31,8 +30,8 @@ KINDS = {event.kind: event for event in (GroupRolledOut, StepDone, WeightsPublis
 """Events that tell something."""
 TABLE = 50
 """Most numbers of a distribution that are written."""
-FILES = 20
-"""Newest rollout files that are read."""
+FILES, EPISODES = 20, 10_000
+"""Newest rollout files that are read, and the most episodes of them."""
 SLICES = 60
 """Parts of the time of a replica in which its speed is measured."""
 
@@ -75,10 +74,11 @@ class Steps:
         requests are spread evenly over its time; an episode runs as long as it has tokens, as a share of the longest.
         """
         found = cls()
-        for worker in {group.worker for group, _ in groups}:
-            own = [(g, end_s - g.seconds, end_s) for g, end_s in groups if g.worker == worker and sum(g.lengths)]
-            if not own:
-                continue
+        by_worker: dict[str, list[tuple[GroupRolledOut, float, float]]] = {}
+        for group, end_s in groups:
+            if sum(group.lengths):
+                by_worker.setdefault(group.worker, []).append((group, end_s - group.seconds, end_s))
+        for own in by_worker.values():
             first_s, last_s = min(start for _, start, _ in own), max(end for _, _, end in own)
             width_s = (last_s - first_s) / SLICES
             for begin_s in (first_s + i * width_s for i in range(SLICES)):
@@ -113,15 +113,21 @@ def measured_profile(run: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"{run} is no run directory: it has no config.resolved.yaml")
     turns = Turns()
-    for file in rollout_paths(run)[-FILES:]:
-        for record in read_records(file, MOST_GROUP_BYTES):
-            for episode in record.episodes:
+    for file in map(RolloutFile, rollout_paths(run)[-FILES:]):
+        for place in range(len(file.group_ids)):
+            if len(turns.per_episode) + file.num_episodes(place) > EPISODES:
+                break
+            for episode in file.record(place).episodes:
                 turns.add(episode)
     if not turns.prompts:
         raise DataError(
             f"{run} has no rollouts, which tell the lengths of prompts: set record.rollouts_every, run again"
         )
-    return profile_of(Config.load(path), list(_events(run / "events.jsonl")), turns, source=str(run))
+    config, events = Config.load(path), list(_events(run / "events.jsonl"))
+    try:
+        return profile_of(config, events, turns, source=str(run))
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"{run} cannot be measured: its events are those of no run: {error!r}") from error
 
 
 def _events(path: Path) -> Iterable[tuple[Event, float]]:
@@ -131,10 +137,15 @@ def _events(path: Path) -> Iterable[tuple[Event, float]]:
     for line in lines_of(path):
         try:
             row = orjson.loads(line)
-        except orjson.JSONDecodeError:  # the last line of a run that was killed
+            if kind := KINDS.get(row["kind"]):
+                yield decoder_of(kind)(row), decoder_of(float)(row["time_s"])
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ):  # the last line of a run that was killed, or damage
             continue
-        if kind := KINDS.get(row["kind"]):
-            yield decoder_of(kind)(row), row["time_s"]
 
 
 def profile_of(config: Config, events: Sequence[tuple[Event, float]], turns: Turns, *, source: str) -> str:

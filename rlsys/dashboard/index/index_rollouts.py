@@ -1,7 +1,7 @@
 """Rows of the index from rollout files, with the columns that lists show and without numbers by token.
 
 Most files are read at once. One that is large or damaged is read group by group, and a group that is damaged or decodes
-to more than `MOST_GROUP_BYTES` is left out.
+to more than 128 MiB is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlsys.replay.parquet_bounds import MOST_GROUP_BYTES, check_group, open_parquet
+from rlsys.replay.parquet_bounds import check_group, open_parquet
 from rlsys.replay.rollout_parquet import DICTIONARIES, MALFORMED, parse_json, texts_in
 
 _COLUMNS = (
@@ -22,6 +22,8 @@ _COLUMNS = (
 _MOST_BITS = 63
 _MOST_SHORT = 10_000
 """Most letters of a text that is stored with every episode, such as the reason of its outcome."""
+_MOST_GROUP_BYTES = 2**27
+"""Most decoded bytes of the columns of a group."""
 _AT_ONCE_BYTES = 2**24
 """Most decoded bytes of a file that is read at once."""
 
@@ -55,14 +57,17 @@ def indexed_groups(path: Path) -> Iterator[IndexedGroups]:
         yield IndexedGroups((), 1)
         return
     try:
-        if sum(check_group(file, place, MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS) for place in places) < _AT_ONCE_BYTES:
+        if (
+            sum(check_group(file, place, _MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS) for place in places)
+            < _AT_ONCE_BYTES
+        ):
             yield IndexedGroups(list(_episodes(file.read(_COLUMNS, use_threads=False))), 0)
             return
     except unreadable:
         pass  # a group is damaged: read them one by one
     for place in places:
         try:
-            check_group(file, place, MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS)
+            check_group(file, place, _MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS)
             yield IndexedGroups(list(_episodes(file.read_row_group(place, _COLUMNS, use_threads=False))), 0)
         except unreadable:
             yield IndexedGroups((), 1)

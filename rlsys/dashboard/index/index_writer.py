@@ -29,6 +29,8 @@ _PART_S = 0.3
 """Seconds of reading rollout files for a transaction."""
 _LEAST_LETTERS, _MOST_GROWTH = 2**26, 20
 """Letters that are indexed of a rollout file anyway, and for each of its bytes. Further groups count as damaged."""
+_EPISODE_LETTERS = 1000
+"""Letters that an episode counts beside its texts."""
 _HEAD_BYTES = 256
 """First bytes of a file of lines, which tell it from another file of its name."""
 _LOG, _BEFORE = ".log", ".1"
@@ -200,7 +202,7 @@ class IndexWriter:
         self._forget(file.name)
         num_letters = num_corrupt = 0
         for part in parts:
-            num_letters += sum(len(episode.prompt) + len(episode.answer) for episode in part.episodes)
+            num_letters += sum(len(e.prompt) + len(e.answer) + _EPISODE_LETTERS for e in part.episodes)
             num_corrupt += part.num_corrupt
             if num_letters > _LEAST_LETTERS + _MOST_GROWTH * file.stamp[0]:
                 num_corrupt += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -43,6 +44,7 @@ _LONGEST_NAME = 200
 _BEFORE = 40
 """Letters of a preview before the text that was looked for."""
 _QUOTED = re.compile(r"'(?:[^']|'')*'|\"((?:[^\"]|\"\")*)\"")
+_AS = re.compile(r"\bas\s*$", re.IGNORECASE)
 _PART = re.compile(r"'%((?:[^'%]|'')+)%'")
 
 
@@ -189,10 +191,12 @@ def check_quoted(sql: str, tables: Iterable[QueryTable]) -> None:
     if len(sql) > MOST_LETTERS:
         raise BadQuery(f"the query has {len(sql)} characters, and at most {MOST_LETTERS} are read")
     known = {name for table in tables for name in (table.name, *table.columns)}
-    for match in _QUOTED.finditer(sql):
-        name = (match[1] or "").replace('""', '"')
-        is_alias = re.search(r"\bas\s*$", sql[: match.start()], re.IGNORECASE)
-        if match[1] is not None and name not in known and not is_alias and sql.count(f'"{match[1]}"') < 2:
+    quoted = [match for match in _QUOTED.finditer(sql) if match[1] is not None]
+    counts = Counter(match[1] for match in quoted)
+    for match in quoted:
+        name = match[1].replace('""', '"')
+        is_alias = _AS.search(sql[max(0, match.start() - _BEFORE) : match.start()])
+        if name not in known and not is_alias and counts[match[1]] < 2:
             unknown(f"column `{name}` (a text stands in single quotes)", name, sorted(known))
 
 

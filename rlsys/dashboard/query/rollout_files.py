@@ -16,6 +16,8 @@ from rlsys.replay.rollout_json import RolloutRecord
 from rlsys.replay.rollout_parquet import RolloutFile, step_in
 
 _TICK_NS = 2_000_000_000
+_MOST_EPISODES = 20_000
+"""Most episodes of a step that are decoded for a list: each takes half a millisecond."""
 _KEPT = 4
 """Most decoded groups in memory, since users read several episodes of a group in a row."""
 
@@ -78,16 +80,18 @@ class RolloutFiles:
         self._records.move_to_end(key)
         return self._records[key]
 
-    def records(self, step: int) -> list[RolloutRecord]:
-        """Every readable group of a step. Raises `NoSuch` if the step was not written."""
-        found: list[RolloutRecord] = []
-        file = self._open_table(step)
+    def records(self, step: int) -> Iterator[RolloutRecord]:
+        """Every readable group of a step, of the first `_MOST_EPISODES` episodes. Raises `NoSuch` if the step was not
+        written."""
+        file, num_episodes = self._open_table(step), 0
         for place in range(len(file.group_ids)):
+            num_episodes += file.num_episodes(place)
+            if num_episodes > _MOST_EPISODES:
+                return
             try:
-                found.append(file.record(place))
+                yield file.record(place)
             except DataError:  # cut off or damaged: skip it
                 self._corrupt.add((step, place))
-        return found
 
     def _read_record(self, step: int, group_id: int) -> RolloutRecord:
         file = self._open_table(step)

@@ -126,7 +126,7 @@ def test_a_configuration_that_grows_is_shown_as_text(run: Path, text: str) -> No
     assert shown == ("" if len(text) > 2**20 else text)
 
 
-def _rollout_file(path: Path, num_rows: int, **texts: str) -> None:
+def _rollout_file(path: Path, num_rows: int, *, is_plain: bool = False, **texts: str) -> None:
     """Write a small file whose rows are alike."""
     (row,) = pq.read_table(path).slice(0, 1).to_pylist()
     row |= texts
@@ -134,24 +134,26 @@ def _rollout_file(path: Path, num_rows: int, **texts: str) -> None:
     table = pa.Table.from_pylist([row], schema)
     many = pa.concat_tables([table] * num_rows).combine_chunks() if num_rows > 1 else table
     many = many.replace_schema_metadata({b"rlsys.record_v": str(ROLLOUT_FORMAT).encode()})
-    pq.write_table(many, path, compression="zstd", row_group_size=2**30)
+    pq.write_table(many, path, compression="zstd", row_group_size=2**30, use_dictionary=not is_plain)
 
 
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "dictionaries"])
 @pytest.mark.parametrize(
     ("num_rows", "texts"),
     [
         (200_000, {}),
+        (40_000, {}),
         (2_000, {"session": '{"episode": ' + "[" * 100_000}),
         (20_000, {"prompt": "p" * 10_000}),
         (1, {"text": "t" * 200_000_000}),
         (1, {"session": "[" + "[]," * 30_000_000 + "1]"}),
     ],
-    ids=["rows", "brackets", "prompts", "one text", "values"],
+    ids=["very many rows", "many rows", "brackets", "prompts", "one text", "values"],
 )
 def test_a_small_file_of_rollouts_does_not_grow_when_it_is_read(
-    run: Path, tmp_path: Path, num_rows: int, texts: dict[str, str]
+    run: Path, tmp_path: Path, num_rows: int, texts: dict[str, str], is_plain: bool
 ) -> None:
-    _rollout_file(run / "rollouts" / "step_000001.parquet", num_rows, **texts)
+    _rollout_file(run / "rollouts" / "step_000001.parquet", num_rows, is_plain=is_plain, **texts)
     read(run)
     cache = tmp_path / "out" / "cache"
     index = index_path(run, {"XDG_CACHE_HOME": str(cache)})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import sqlite3
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlsys.dashboard.http_problems import BadQuery
-from rlsys.dashboard.index.sql_query import QueryColumn, QueryPage, QueryTable, TableQuery, page_of, run_sql
+from rlsys.dashboard.index.sql_query import MOST_S, QueryColumn, QueryPage, QueryTable, TableQuery, page_of, run_sql
 
 ROWS = [
     ["ann", 1, 0.5, "short", 1],
@@ -165,6 +168,41 @@ def test_nothing_but_reading_is_allowed(sql: str, tmp_path: Path) -> None:
 def test_a_query_without_an_end_is_ended(sql: str) -> None:
     with pytest.raises(BadQuery, match="took more than 1 s"):
         run_sql(None, [TABLE], sql, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a{2147483648}", "a{65536}{65536}", "(?R)", "(" * 1000 + "a" + ")" * 1000, "(" * 4000, "[" * 5000, "(a" * 2000,
+        "(?<=a+)b", "a" * 9000, "(a|" * 1500, "((a{0,60000}){0,60000}){0,60000}", "\\" + "9" * 5000,
+    ],
+    ids=lambda text: f"{text[:12]}-{len(text)}",
+)  # fmt: skip
+def test_no_regular_expression_takes_this_process_along(pattern: str) -> None:
+    before_kb, begin_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with suppress(BadQuery):
+        run_sql(None, [TABLE], f"select name from people where told regexp '{pattern}'")
+    assert time.monotonic() - begin_s < 2 * MOST_S
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 9900, f"-{'9' * 9900}", f"0x{'f' * 9900}", f"1e{'9' * 9900}", "1" + "+1" * 4000, "(" * 4000,
+        '"a" ' * 2400, "'" * 9901, '"' * 9901, "as " * 3000 + '"x"', "%'" * 4900, "not " * 2000 + "1", "x" * 9900,
+        " as" * 1500 + " " * 4000 + '"b" "b"',
+    ],
+    ids=lambda text: f"{text[:12]}-{len(text)}",
+)  # fmt: skip
+@pytest.mark.parametrize("statement", ["select", "select name from people where step ="])
+def test_no_text_of_a_query_freezes_its_parser(statement: str, text: str) -> None:
+    begin_s = time.monotonic()
+    with suppress(BadQuery):
+        run_sql(None, [TABLE], f"{statement} {text}")
+    with suppress(BadQuery):
+        page_of(None, TABLE, TableQuery(table="people", filter=f"step = {text}"), 100)
+    assert time.monotonic() - begin_s < MOST_S
 
 
 def test_of_very_many_columns_those_that_a_query_names_are_there() -> None:
