@@ -45,6 +45,7 @@ DICTIONARIES = (*_SHORT, f"{_PIECES}.list.element")
 """Columns in which equal texts are stored once."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """Errors of a group whose values are not those of an episode."""
+_ANY_BYTES = 2**40
 _MOST_VALUES = 2_000_000
 """Most values in a JSON text; each takes about 100 bytes of memory."""
 _Lists: TypeAlias = dict[str, list[Sequence[Any]]]
@@ -227,11 +228,11 @@ def _json(value: object) -> str:
 # --------------------------------------------------------------------------------------------------------------- read
 
 
-def read_records(path: Path, most_bytes: int = 2**40) -> list[RolloutRecord]:
-    """Read a rollout file. Raises `DataError` if it is none, or damaged, or a group decodes to more than `most_bytes`,
-    and `OSError`."""
-    file = RolloutFile(path, most_bytes)
-    return [file.record(place) for place in range(len(file.group_ids))]
+def read_records(path: Path) -> list[RolloutRecord]:
+    """Read a rollout file whole, of a run that is trusted. Raises `DataError` if it is none, or damaged, and
+    `OSError`."""
+    file = RolloutFile(path, _ANY_BYTES)
+    return [file.decode(place) for place in range(len(file.group_ids))]
 
 
 class RolloutFile:
@@ -263,6 +264,15 @@ class RolloutFile:
         return self._file.metadata.row_group(place).num_rows
 
     def record(self, place: int) -> RolloutRecord:
+        """Decode the group at a place, to show it. Raises `DataError`, also for a record that no run writes."""
+        record = self.decode(place)
+        try:
+            _check_sense(record)
+        except MALFORMED as error:
+            raise self._problem(error) from error
+        return record
+
+    def decode(self, place: int) -> RolloutRecord:
         """Decode the group at a place. Raises `DataError`."""
         import pyarrow as pa
 
@@ -329,7 +339,7 @@ def _record(rows: pa.Table) -> RolloutRecord:
     for key, lengths in group["columns"].items():
         column = _Reader(rows[_COLUMN + key], FloatArray)
         columns[key] = tuple(column.take(length) for length in lengths)
-    record = RolloutRecord(
+    return RolloutRecord(
         **first,
         key=GroupKey(rows["group_id"][0].as_py(), rows["attempt"][0].as_py()),
         task=decoder_of(Task)(group["task"]),
@@ -339,8 +349,6 @@ def _record(rows: pa.Table) -> RolloutRecord:
         columns=columns,
         readings=tuple(readings),
     )
-    _check_sense(record)
-    return record
 
 
 def _check_sense(record: RolloutRecord) -> None:
