@@ -22,7 +22,7 @@ from tests.foreign import Reading, foreign_index, foreign_run, problems_of, read
 
 pytestmark = pytest.mark.slow
 
-FOLDERS_PER_CASE = 15
+FOLDERS_PER_CASE = 10
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def read(run: Path, *commands: str) -> Sequence[Reading]:
     return found
 
 
-@pytest.mark.parametrize("case", first_by_day(range(200)))
+@pytest.mark.parametrize("case", first_by_day(range(300)))
 def test_no_spoilt_folder_harms_its_reader(whole: Path, tmp_path: Path, case: int) -> None:
     for number in range(FOLDERS_PER_CASE * case, FOLDERS_PER_CASE * (case + 1)):
         home = tmp_path / str(number)
@@ -121,7 +121,7 @@ def _grown(parts: str, depth: int) -> str:
 )
 def test_a_configuration_that_grows_is_shown_as_text(run: Path, text: str) -> None:
     (run / "config.resolved.yaml").write_text(text)
-    read(run)
+    read(run, "page", "export")
     shown = Readings(run.parent).run("run").config
     assert shown == ("" if len(text) > 2**20 else text)
 
@@ -154,22 +154,22 @@ def test_a_small_file_of_rollouts_does_not_grow_when_it_is_read(
     run: Path, tmp_path: Path, num_rows: int, texts: dict[str, str], is_plain: bool
 ) -> None:
     _rollout_file(run / "rollouts" / "step_000001.parquet", num_rows, is_plain=is_plain, **texts)
-    read(run)
+    read(run, "query", "profile", "page")
     cache = tmp_path / "out" / "cache"
     index = index_path(run, {"XDG_CACHE_HOME": str(cache)})
     assert index.stat().st_size < 2**28
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "events.jsonl", "metrics.jsonl", "config.resolved.yaml", "rollouts/step_000001.parquet", "run.lock",
-        "evaluations/held_out/step_000002.json", "logs/rollout-0.log", "machine/rollout-0.jsonl",
-        "checkpoints/latest", "checkpoints/step_000002/manifest.json", "checkpoints/step_000002/driver.json",
-        "checkpoints/step_000002/groups.jsonl", "checkpoints/step_000002/actor/model.safetensors",
-        "checkpoints/step_000002/actor/other.safetensors",
-    ],
+FILES = (
+    "events.jsonl", "checkpoints/step_000002/actor/other.safetensors", "checkpoints/step_000002/manifest.json",
+    "rollouts/step_000001.parquet", "config.resolved.yaml", "metrics.jsonl", "run.lock", "logs/rollout-0.log",
+    "machine/rollout-0.jsonl", "evaluations/held_out/step_000002.json", "checkpoints/latest",
+    "checkpoints/step_000002/driver.json", "checkpoints/step_000002/groups.jsonl",
+    "checkpoints/step_000002/actor/model.safetensors",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", first_by_day(FILES, 4))
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_what_is_no_regular_file_is_not_waited_for(run: Path, name: str, kind: str) -> None:
     path = run / name
@@ -196,12 +196,12 @@ def test_a_manifest_lists_no_file_elsewhere(run: Path, tmp_path: Path, name: str
     assert "which is not in its folder" in (problem_of(manifest.parent) or "")
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "logs/rollout-0.log"])
+@pytest.mark.parametrize("name", first_by_day(["events.jsonl", "metrics.jsonl", "logs/rollout-0.log"]))
 @pytest.mark.parametrize("line", [b"\0", b"[", b'{"kind":"step_done",'], ids=["zeros", "brackets", "beginnings"])
 def test_a_line_without_an_end_takes_little_memory(run: Path, name: str, line: bytes) -> None:
     with (run / name).open("ab") as file:
         file.write(line * (100_000_000 // len(line)))
-    read(run)
+    read(run, "query", "tail", "profile", "page")
     assert Readings(run.parent).run("run").summary.step == 3
 
 
