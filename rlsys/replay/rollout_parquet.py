@@ -315,7 +315,7 @@ def _record(rows: pa.Table) -> RolloutRecord:
 
     first = {name: rows[name][0].as_py() for name in ("step", "permit_version", "policy", "replica")}
     group = parse_json(rows["task"][0].as_py())
-    sessions = [parse_json(text) for text in rows["session"].to_pylist()]
+    sessions = [parse_json(text.as_py()) for text in rows["session"]]
     lists = {name: _Reader(rows[name], kind) for name, kind in (*_TURN.items(), *_READING.items())}
     pieces = texts_in(pa.chunked_array([rows[_PIECES].combine_chunks().values]))
     place = 0
