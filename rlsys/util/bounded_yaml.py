@@ -6,7 +6,7 @@ from ruamel.yaml import MappingNode, Node, SequenceNode
 
 MOST_LETTERS = 2**17
 """Most letters of a configuration. The parser takes two seconds for so many."""
-MOST_MARKS = 10_000
+MOST_MARKS = 5_000
 """Most marks of `_MARKS` in a configuration. It has at most one value more than marks."""
 _MARKS = ",:-?[{\n"
 _MOST_GROWN = 2**20
