@@ -28,7 +28,8 @@ import pyarrow.parquet as pq
 import typer
 
 from rlsys.errors import RlsysError
-from rlsys.loop.checkpoint import CONFIG, write_manifest
+from rlsys.loop.checkpoint import write_manifest
+from rlsys.util.files import CONFIG
 from tests.damage import damage, with_odd_value
 from tests.histories import History, Shape
 from tests.rollouts import rollouts
