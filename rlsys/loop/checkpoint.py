@@ -90,6 +90,8 @@ class SavedFile:
 _MANIFEST = TypeAdapter(dict[str, SavedFile])
 _HASHED_AT_ONCE = 8
 _MOST_NAME_BYTES = 1000
+_MOST_STATE_BYTES = 2**28
+"""Most bytes of a driver's part: the success rates of a million tasks have 60 MB."""
 _STATE = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="constants"))(DriverState))
 """A metric may be NaN."""
 _OTHERWISE = "go on with the version of rlsys that wrote it, or name another checkpoint with run.resume=PATH"
@@ -339,7 +341,7 @@ def saved_step(checkpoint: Path) -> int | None:
     """Return the step that a checkpoint is of, whatever its folder is called; None if its driver's part does not say,
     which `read_state` refuses in words."""
     try:
-        row = json.loads(read_regular(checkpoint / STATE))
+        row = json.loads(read_regular(checkpoint / STATE, _MOST_STATE_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     version = row.get("version") if isinstance(row, dict) else None
@@ -369,7 +371,7 @@ def read_state(checkpoint: Path) -> DriverState:
         )
     path = checkpoint / STATE
     try:
-        row = json.loads(read_regular(path))
+        row = json.loads(read_regular(path, _MOST_STATE_BYTES))
         state_v = row.get("state_v", 1) if isinstance(row, dict) else None
         if state_v == STATE_FORMAT:
             state = _STATE.validate_python(row)
