@@ -16,6 +16,7 @@ from rlsys.contracts import Composer, PinnedRollouts, Rewards, Rollouts, StepAnn
 from rlsys.errors import WorkerError
 from rlsys.rewards.reward_function import RewardSpec
 from rlsys.types import POLICY
+from rlsys.util.event_loops import all_or_none
 from rlsys.weight_sync.links import TRANSFER_S
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
@@ -125,7 +126,7 @@ class WorkerSet:
 
     async def ready(self) -> None:
         """Return once all workers are set up. Raises the first error of a worker, for example `ModelError`."""
-        await asyncio.gather(*(worker.ready() for worker in self._handles()))
+        await all_or_none(worker.ready() for worker in self._handles())
 
     async def engines(self) -> list[tuple[str, EngineChoice]]:
         """Engine of each replica, by name of the replica (and of the policy, if several). Call it after `ready`."""

@@ -23,6 +23,7 @@ from rlsys.agents.session_budget import append_paragraph, messages_of
 from rlsys.agents.tools import NO_TOOLS, Toolbox
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task
+from rlsys.util.importing import import_from_here
 
 ADAPTERS = {
     "gymnasium": "rlsys.agents.environments.gymnasium:Gymnasium",
@@ -116,6 +117,7 @@ def join_observation(prompt: Prompt, observation: str) -> Prompt:
 
 def _class_at(spec: str) -> Callable[..., Environment]:
     module, _, name = spec.partition(":")
+    import_from_here()
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

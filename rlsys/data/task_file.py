@@ -175,12 +175,12 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
     try:
         with open_regular(path) as file, BufferedReader(file) as lines:
             for number, line in enumerate(iter(lambda: lines.readline(_MOST_ROW_BYTES + 1), b""), 1):
-                if len(line) > _MOST_ROW_BYTES:
-                    raise DataError(f"{path}:{number}: a row has more than {_MOST_ROW_BYTES} bytes")
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if number == 1 and path.suffix == ".json" and text.lstrip().startswith(b"["):
                     yield from _array(path, text + lines.read())
                     return
+                if len(line) > _MOST_ROW_BYTES:
+                    raise DataError(f"{path}:{number}: a row has more than {_MOST_ROW_BYTES} bytes")
                 if text.strip():
                     yield f"{path}:{number}", _parse_line(text)
     except OSError as error:

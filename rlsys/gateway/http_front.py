@@ -35,7 +35,7 @@ from rlsys.util.logs import BoundedLog
 
 MAX_BODY = 8 << 20
 """Largest request, in bytes: two million tokens of text. Its JSON takes at most some 300 MB while it is read."""
-_MAX_HEADERS, _MAX_HEADER = 64, 4096
+_MAX_HEADERS, _MAX_HEADER = 128, 8190
 """Header lines of a request, and bytes of one."""
 _BACKLOG = 128
 DEFAULT_LIMITS = ConnectionLimits()

@@ -14,6 +14,7 @@ from rlsys.launch.config_history import keep_earlier
 from rlsys.loop.checkpoint import STEP, find_latest, newest_first, newest_whole, problem_of, step_of
 from rlsys.loop.remote_checkpoints import RemoteCheckpoints
 from rlsys.monitoring.events import CheckpointSaved
+from rlsys.util.bounded_yaml import excess_of
 from rlsys.util.files import CONFIG, write_atomically
 from rlsys.util.regular_files import lines_of
 
@@ -161,6 +162,8 @@ def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
     """
     run, text = config.run_dir, config.to_yaml()
     is_own = checkpoint is not None and checkpoint.parent == run / "checkpoints"
+    if excess := excess_of(text):
+        raise ConfigError(f"the configuration, with the texts of chat templates, could not be read again: {excess}")
     try:
         make_run_dir(config)
         keep_earlier(run, text, step_of(checkpoint) if checkpoint is not None and is_own else 0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
+from io import BufferedReader
 from math import nan
 from pathlib import Path
 from types import NoneType, UnionType
@@ -27,7 +28,7 @@ from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
 from rlsys.types import POLICY, Episode, EpisodeMeta, Group, GroupKey, PolicyVersion, Task
-from rlsys.util.regular_files import lines_of
+from rlsys.util.regular_files import open_regular
 
 Record = TypeVar("Record")
 
@@ -63,8 +64,6 @@ EpisodeReading: TypeAlias = tuple[tuple[TokenStats, ...], ...]
 """Token statistics by trajectory and turn."""
 
 _ARRAYS: Mapping[type, Callable[[Iterable[Any]], NumberArray]] = {int: IntArray, float: FloatArray, bool: BoolArray}
-_MOST_GROUP_BYTES = 2**30
-"""Most bytes of a finished group."""
 _LINES = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _SAVED = {f.name for f in fields(Group)} - {"key", "payload", "columns", "report"}
 """Fields of a finished group in a file, beside its id. References end with the process."""
@@ -164,8 +163,8 @@ def _bare(record: GroupRecord) -> Fields:
 
 def read_groups(path: Path) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
-    lines = enumerate(lines_of(path, _MOST_GROUP_BYTES), 1)
-    return [_decode_record(line, _group_record, f"{path}:{number}") for number, line in lines]
+    with open_regular(path) as file, BufferedReader(file) as lines:
+        return [_decode_record(line, _group_record, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
 def _with_scores(episode: Episode, meta: EpisodeMeta) -> Episode:

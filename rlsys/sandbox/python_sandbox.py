@@ -278,7 +278,8 @@ async def _finish_or_kill(creation: asyncio.Future[asyncio.subprocess.Process]) 
     try:
         return await asyncio.shield(creation)
     except asyncio.CancelledError:
-        await _kill_group(await creation)
+        with suppress(OSError):  # it was not even started
+            await _kill_group(await creation)
         raise
 
 

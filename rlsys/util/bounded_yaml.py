@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from ruamel.yaml import MappingNode, Node, SequenceNode
 
 MOST_LETTERS = 2**17
 """Most letters of a configuration. The parser takes two seconds for so many."""
-MOST_MARKS = 5_000
+MOST_MARKS = 20_000
 """Most marks of `_MARKS` in a configuration. It has at most one value more than marks."""
 _MARKS = ",:-?[{\n"
+_COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
 _MOST_GROWN = 2**20
 """Most letters of a configuration with every alias written out, and every key with those above it."""
 _OF_VALUE = 10
@@ -19,8 +22,9 @@ def excess_of(text: str) -> str | None:
     """Return what a configuration has too much of, in words; None if it may be parsed."""
     if len(text) > MOST_LETTERS:
         return f"it has more than {MOST_LETTERS} letters"
-    if sum(map(text.count, _MARKS)) > MOST_MARKS:
-        return f"it has more than {MOST_MARKS} keys, entries and lines"
+    content = _COMMENT.sub("", text)
+    if sum(map(content.count, _MARKS)) > MOST_MARKS:
+        return f"it has more than {MOST_MARKS} of the letters {_MARKS.strip()}, and lines"
     return None
 
 

@@ -38,12 +38,13 @@ def launcher_command(program: list[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *program]
 
 
-def end_descendants_with_this() -> int:
+def end_descendants_with_this(*, is_child: bool = False) -> int:
     """Start a keeper, which waits for the end of this process and then kills its descendants. Returns their mark.
 
     The keeper also kills the group of this process, of which it is a member so that the group's number cannot be
-    reused. It is no child of this process, whose functions may wait for all of theirs. It has the mark too, and not
-    that of a launcher which started this process: it outlives such a launcher's end until its own work is done.
+    reused. It is no child of this process, whose functions may wait for all of theirs, unless `is_child`. It has the
+    mark too, and not that of a launcher which started this process: it outlives such a launcher's end until its own
+    work is done.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -54,10 +55,11 @@ def end_descendants_with_this() -> int:
     mark = most // 2 + int.from_bytes(os.urandom(8)) % (most // 2)
     resource.setrlimit(_RLIMIT_LOCKS, (mark, mark))
     ended = os.pidfd_open(os.getpid())
-    if between := os.fork():
-        os.waitpid(between, 0)
+    if first := os.fork():
+        if not is_child:
+            os.waitpid(first, 0)
         os.close(ended)
-    elif os.fork():
+    elif not is_child and os.fork():
         os._exit(0)
     else:
         try:
@@ -117,7 +119,7 @@ def main(parent: int, program: list[str]) -> int:
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return 1
-    mark = end_descendants_with_this()
+    mark = end_descendants_with_this(is_child=True)
     ignored = (signal.SIGPIPE, signal.SIGXFSZ)  # by this interpreter; the program gets the defaults
     try:
         pid = os.posix_spawnp(program[0], program, os.environ, setpgroup=0, setsigmask=(), setsigdef=ignored)
@@ -133,6 +135,7 @@ def main(parent: int, program: list[str]) -> int:
             continue  # it has left its group
     _kill_all_marked(mark)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.waitpid(-1, 0)  # the keeper, which has the mark: nobody else may reap it, as in a container without an init
     return code if code >= 0 else 128 - code
 
 

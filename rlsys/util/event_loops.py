@@ -1,13 +1,24 @@
-"""Event loops of programs that have one already."""
+"""Event loops of programs that have one already, and work that runs in one together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def all_or_none(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of some work at once. Of an error, or of a cancellation, none of it is left behind."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run_to_end(make: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -10,13 +11,18 @@ from rlsys.util.files import CONFIG
 
 
 def import_from_here() -> None:
-    """Look modules up in the current folder too, after all others: for code that a user names, and for nothing else.
+    """Look modules up in the current folder too from now on, after all others, for code that a user names.
 
     Not in a run's folder, nor below it: what lies there is data.
     """
     here = Path.cwd()
     if str(here) not in sys.path and not any((folder / CONFIG).exists() for folder in (here, *here.parents)):
         sys.path.append(str(here))
+
+
+def search_path() -> str:
+    """Folders that this process looks modules up in, as other processes take them in PYTHONPATH."""
+    return os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
 
 
 def import_object(kind: str, spec: str, *, is_installed: bool = False) -> object:

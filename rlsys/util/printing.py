@@ -36,6 +36,8 @@ def print_result(text: str) -> None:
 
 def _print(name: str, text: str) -> None:
     stream = getattr(sys, name)
+    if stream is None:  # it was closed before the start
+        return
     try:
         stream.write(printable(text) + "\n")
         stream.flush()

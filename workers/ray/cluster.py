@@ -25,6 +25,7 @@ from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
 
 from rlsys.errors import ClusterError, ConfigError
+from rlsys.util.importing import search_path
 from rlsys.util.native_output import STDERR
 from rlsys.util.signals import signals_kept
 from workers.ray import cluster_keeper, fork_client, fork_server
@@ -141,7 +142,7 @@ def fork_environment(environment: Mapping[str, str], resources: Resources) -> di
 
 
 def _environment_of_forks(environment: Mapping[str, str]) -> dict[str, str]:
-    return {fork_server.FIRST: "1", **environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {fork_server.FIRST: "1", **environment, "PYTHONPATH": search_path()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,21 +238,32 @@ def private_folder() -> Path:
     """Folder of this user alone for the sessions of local clusters, under RAY_TMPDIR, TMPDIR or /tmp.
 
     Ray lets everybody write its own, which is in it, sockets among them. Under /tmp if TMPDIR is too long for the name
-    of a socket. Who has made a folder of this name before us gets no session: then it is a new one.
+    of a socket; RAY_TMPDIR itself if it is private. Who has made a folder of this name before us gets no session: then
+    it is a new one.
     """
-    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    folder = Path(parent, f"rlsys-{os.getuid()}")
-    if len(str(folder)) > LONGEST_FOLDER and "RAY_TMPDIR" not in os.environ:
+    chosen = os.environ.get("RAY_TMPDIR")
+    parent = Path(chosen or tempfile.gettempdir())
+    if chosen and _is_private(parent):
+        return parent
+    folder = parent / f"rlsys-{os.getuid()}"
+    if not chosen and len(str(folder)) > LONGEST_FOLDER:
         folder = Path("/tmp", folder.name)
     try:
         folder.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        if not _is_private(folder):
+            return Path(tempfile.mkdtemp(prefix="rlsys-", dir=folder.parent))
     except OSError as error:
         raise ClusterError(f"a local Ray cluster has no place: {error}; set RAY_TMPDIR to a folder") from error
     return folder
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 class _JobOnOwnPath(JobConfig):

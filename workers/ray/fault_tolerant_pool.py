@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WeightsMismatch, WorkerDied, WorkerError
 from rlsys.util import deadlines
+from rlsys.util.event_loops import all_or_none
 from rlsys.weight_sync.sync import with_deadline
 from workers.ray.call_stream import CallStream, PayloadRef
 from workers.ray.worker_process import BEATS, Chunks, Remote, successor_name
@@ -82,7 +83,7 @@ class Pool(Generic[W]):
 
     async def ready(self) -> None:
         """Return once every member is set up. Raises the error of the first member that fails."""
-        await asyncio.gather(*(self._set_up(member) for member in self.members))
+        await all_or_none(self._set_up(member) for member in self.members)
 
     async def restart(self, worker: str, on_recovery: Recovered) -> None:
         """Replace the member called `worker` if it still has its place; return once any member can serve.

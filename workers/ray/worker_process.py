@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
-import os
 import pickle
 import sys
 import sysconfig
@@ -34,6 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
+from rlsys.util.importing import search_path
 from workers.ray import vitals
 from workers.ray.cluster import (
     LOOPBACK,
@@ -365,7 +365,7 @@ def start(
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": search_path(),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         **vitals.environment_of(name),
     }

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WorkerError
 from rlsys.types import POLICY, Assignment, Group, PolicyVersion, ReplicaLoad
 from rlsys.util.deadlines import now
+from rlsys.util.event_loops import all_or_none
 from workers.ray.fault_tolerant_pool import Pool, PoolMember, PoolSpec, Recovered
 from workers.ray.worker_process import Chunks, Remote
 from workers.relay.relay_pool import RayRelays
@@ -109,7 +110,7 @@ class RolloutPool(Pool[RolloutWorker]):
             sessions.on_join, sessions.on_end = self._meet, self._forget
 
     async def ready(self) -> None:
-        await asyncio.gather(*(pool.ready() for pool in ([self._sessions] if self._sessions else [])), super().ready())
+        await all_or_none([*(pool.ready() for pool in ([self._sessions] if self._sessions else [])), super().ready()])
 
     @property
     def pools(self) -> list[Pool[Any]]:

@@ -16,6 +16,7 @@ from rlsys.contracts import Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import CollectiveFailed, DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import timeout, unless
+from rlsys.util.event_loops import all_or_none
 from workers.ray.call_stream import Parcel, PayloadRef
 from workers.ray.worker_process import Remote, cause_of
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
@@ -280,7 +281,7 @@ class ActorHandle(RanksHandle[ActorRank]):
 
     async def ready(self) -> None:
         recorder = [self.recorder.ready()] if self.recorder else []
-        await asyncio.gather(super().ready(), *recorder)
+        await all_or_none([super().ready(), *recorder])
         if len(self._ranks) > 1:
             self.pair_cost = await self._ranks[0].call(ActorRank.pair_cost)
 

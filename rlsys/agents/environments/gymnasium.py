@@ -17,6 +17,7 @@ from rlsys.agents.environment import Environment, Step, join_observation, needs
 from rlsys.agents.tools import in_thread
 from rlsys.errors import ConfigError
 from rlsys.types import Json, Prompt, Task
+from rlsys.util.importing import import_from_here
 
 
 class Gymnasium(Environment):
@@ -28,6 +29,8 @@ class Gymnasium(Environment):
         Raises `ConfigError` for an environment that does not exist, or whose actions cannot be written as text.
         """
         gymnasium = needs("gymnasium", "gymnasium")
+        if ":" in name:  # a module to import, which registers the environment
+            import_from_here()
         try:
             self.world: Any = gymnasium.make(name, **args)
         except (gymnasium.error.Error, TypeError) as error:

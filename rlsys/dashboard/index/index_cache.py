@@ -8,6 +8,7 @@ identity (device and inode) of the run's folder: another folder at that path get
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,9 +42,19 @@ def mark_used(index: Path) -> None:
                 path.unlink()
 
 
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # the user is not known here
+        return Path("/")
+
+
 def _private_folder(environ: Mapping[str, str]) -> Path:
-    folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsys" / "indexes"
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "rlsys" / "indexes"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:  # as the home of a user without one, in a container
+        folder = Path(tempfile.gettempdir(), f"rlsys-indexes-{os.geteuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import process_time
 from typing import Annotated, Any, cast
 
 import pytest
@@ -348,11 +349,31 @@ def test_credentials_in_parameters_of_urls_are_refused(tmp_path: Path, parameter
     [
         "https://host:8080/rows?max_tokens=5&split=train", "hf://datasets/me/rows@main", "https://host/a@b?page=2",
         "https://host/rows?api_key=", "https://host/v1?monkey=1&keyword=x&design=3", "s3://bucket/key=value/rows.jsonl",
-        "Mail me@host about http://host/x", "f(x)?key=1",
+        "Mail me@host about http://host/x", "f(x)?key=1", "https://h?page_token=2",
     ],
 )  # fmt: skip
 def test_urls_without_credentials_are_read(url: str):
     assert credential_in(url) is None and without_credentials(url) == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "docker://host:5000/image@sha256:1f",
+        "http://host:8000/v1/models/org/name@main",
+        "see http://localhost:8000/docs,mail=a@b.c",
+    ],
+)
+def test_what_follows_a_port_is_no_password(url: str):
+    assert credential_in(url) is None
+
+
+@pytest.mark.parametrize("text", ["a://a?" * 20_000, "a." * 60_000, "a://a:" * 20_000 + '"@', "a://x?" + "a-" * 60_000])
+def test_long_texts_are_searched_for_credentials_in_a_moment(text: str):
+    before_s = process_time()
+    credential_in(text)
+    without_credentials(text)
+    assert process_time() - before_s < 2
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "train..lr=3", "train.lr=[1"])

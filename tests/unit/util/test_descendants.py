@@ -49,3 +49,15 @@ def test_too_low_a_limit_of_file_locks_says_why():
     command = ["bash", "-c", 'ulimit -x 1000; exec "$@"', "bash", *launcher_command(["true"])]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ran.returncode, "1000 is too low" in ran.stderr) == (1, True)
+
+
+def test_a_launcher_leaves_its_caller_nobody_to_reap():
+    code = """
+import ctypes, psutil, subprocess
+PR_SET_CHILD_SUBREAPER = 36  # what ends without a parent comes to this process, as to the first one of a container
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+from rlsys.util.descendants import launcher_command
+subprocess.run(launcher_command(["true"]), check=True)
+print(psutil.Process().children())
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

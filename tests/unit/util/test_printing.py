@@ -55,3 +55,9 @@ def test_errors_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"the row has {SAFE[:-1]}" in done.stderr
     assert printable(done.stderr) == done.stderr
+
+
+def test_a_closed_stream_and_a_lost_reader_are_no_errors():
+    code = "from rlsys.util.printing import print_note, print_result\nprint_result('x')\nprint_note('y')\n"
+    closed = [sys.executable, "-c", f"import sys\nsys.stdout = sys.stderr = None\n{code}"]
+    assert subprocess.run(closed, check=False).returncode == 0
