@@ -77,4 +77,5 @@ def test_a_forked_program_ends_with_its_client(forks: None, tmp_path: Path) -> N
 def test_only_workers_without_a_gpu_are_forked(forks: None) -> None:
     environment = {"A": "b"}
     assert fork_client.__file__ in str(fork_environment(environment, NO_MATHS)["py_executable"])
-    assert fork_environment(environment, Resources(num_gpus=0.5)) == {"env_vars": environment}
+    own = {"env_vars": environment, "py_executable": f"{sys.executable} -P"}
+    assert fork_environment(environment, Resources(num_gpus=0.5)) == own
