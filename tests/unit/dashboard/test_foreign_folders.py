@@ -22,7 +22,7 @@ from tests.foreign import Reading, foreign_index, foreign_run, problems_of, read
 
 pytestmark = pytest.mark.slow
 
-FOLDERS_PER_CASE = 10
+FOLDERS_PER_CASE = 3
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def read(run: Path, *commands: str) -> Sequence[Reading]:
     return found
 
 
-@pytest.mark.parametrize("case", first_by_day(range(300)))
+@pytest.mark.parametrize("case", first_by_day(range(1000)))
 def test_no_spoilt_folder_harms_its_reader(whole: Path, tmp_path: Path, case: int) -> None:
     for number in range(FOLDERS_PER_CASE * case, FOLDERS_PER_CASE * (case + 1)):
         home = tmp_path / str(number)
@@ -137,18 +137,20 @@ def _rollout_file(path: Path, num_rows: int, *, is_plain: bool = False, **texts:
     pq.write_table(many, path, compression="zstd", row_group_size=2**30, use_dictionary=not is_plain)
 
 
-@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "dictionaries"])
+@pytest.mark.parametrize("is_plain", first_by_day([True, False]))
 @pytest.mark.parametrize(
     ("num_rows", "texts"),
-    [
-        (200_000, {}),
-        (40_000, {}),
-        (2_000, {"session": '{"episode": ' + "[" * 100_000}),
-        (20_000, {"prompt": "p" * 10_000}),
-        (1, {"text": "t" * 200_000_000}),
-        (1, {"session": "[" + "[]," * 30_000_000 + "1]"}),
-    ],
-    ids=["very many rows", "many rows", "brackets", "prompts", "one text", "values"],
+    first_by_day(
+        [
+            (40_000, {}),
+            (2_000, {"session": '{"episode": ' + "[" * 100_000}),
+            (20_000, {"prompt": "p" * 10_000}),
+            (200_000, {}),
+            (1, {"text": "t" * 200_000_000}),
+            (1, {"session": "[" + "[]," * 30_000_000 + "1]"}),
+        ],
+        3,
+    ),
 )
 def test_a_small_file_of_rollouts_does_not_grow_when_it_is_read(
     run: Path, tmp_path: Path, num_rows: int, texts: dict[str, str], is_plain: bool
@@ -212,6 +214,7 @@ def test_a_last_line_with_an_odd_time_is_passed_over(run: Path) -> None:
     assert Readings(run.parent).runs().runs[0].status == "finished"
 
 
+@pytest.mark.nightly
 def test_metrics_of_any_number_of_names_are_kept_in_part(run: Path) -> None:
     with (run / "metrics.jsonl").open("ab") as metrics, (run / "events.jsonl").open("ab") as events:
         for step in range(4, 24):

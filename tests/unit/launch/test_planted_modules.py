@@ -13,6 +13,8 @@ from tests.by_day import first_by_day
 from tests.histories import small_run
 from tests.planted_modules import plant, planted_that_ran
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = [
     ("report", "."),
     ("data", "inspect", "rows.jsonl"),
