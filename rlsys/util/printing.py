@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
 from pathlib import Path
 from unicodedata import category
+
+from rlsys.errors import RlsysError
 
 _HALVES = re.compile("[\ud800-\udfff]")
 
@@ -30,19 +33,27 @@ def print_note(text: str) -> None:
 
 
 def print_result(text: str) -> None:
-    """Print lines on stdout, which are lost if nobody reads it: that does not change how a command ended."""
-    _print("stdout", text)
+    """Print lines on stdout, which are lost if nobody reads it: that does not change how a command ended.
+
+    Raises `RlsysError` if they cannot be written for another reason, such as a full disk.
+    """
+    problem = _print("stdout", text)
+    if problem is not None and problem.errno != errno.EPIPE:
+        raise RlsysError(f"cannot write the result to stdout: {problem.strerror or problem}")
 
 
-def _print(name: str, text: str) -> None:
+def _print(name: str, text: str) -> OSError | None:
+    """Print text on a stream; return why it is lost."""
     stream = getattr(sys, name)
     if stream is None:  # it was closed before the start
-        return
+        return None
     try:
         stream.write(printable(text) + "\n")
         stream.flush()
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (what it buffers would fail again at the end)
+        return error if isinstance(error, OSError) else None
+    return None
 
 
 def _is_shown(c: str) -> bool:

@@ -278,6 +278,16 @@ def test_nobody_reading_does_not_change_the_exit_code(verb: list[str], code: int
     os.close(writer)
 
 
+def test_a_result_that_a_full_disk_does_not_take_is_an_error():
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        command = [sys.executable, "-m", "rlsys.cli", "algorithms"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "rlsys: cannot write the result to stdout: No space left on device\n",
+    )
+
+
 def cpu_s_of_children() -> float:
     """CPU time of all child processes that have ended, which does not grow with the load of the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
