@@ -254,9 +254,12 @@ def test_the_sessions_of_clusters_have_a_folder_that_nobody_else_made(tmp_path: 
         done = subprocess.run([sys.executable, "-c", places], env=env, capture_output=True, text=True, check=True)
         return [Path(line) for line in done.stdout.split()]
 
-    mine, again = folders(tmp_path)
+    assert folders(tmp_path) == [tmp_path, tmp_path], "which nobody else can enter"
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    mine, again = folders(shared)
     assert (mine, mine.stat().st_mode & 0o777) == (again, 0o700)
     mine.chmod(0o777)
-    other, another = folders(tmp_path)
+    other, another = folders(shared)
     assert len({mine, other, another}) == 3
     assert other.stat().st_mode & 0o777 == 0o700
