@@ -7,8 +7,11 @@ import sys
 
 
 def main() -> None:
-    """Run `rlsys.cli`, once Python searches no modules in the current folder: it may be somebody else's run, and
-    helpers of `multiprocessing` search it first unless this process has the option `-P`."""
+    """Run `rlsys.cli` in a Python that does not search the current folder for modules.
+
+    The folder may be somebody else's run. Helpers of `multiprocessing` search it first, unless this process has the
+    option `-P`: without it, the process replaces itself by one that has.
+    """
     if not sys.flags.safe_path:
         os.execv(sys.executable, [sys.executable, "-P", *sys.orig_argv[1:]])
     from rlsys.cli import main

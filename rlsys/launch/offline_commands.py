@@ -267,8 +267,8 @@ def push(run: Path, name: str, step: str = "latest", *, as_adapter: bool = False
 def template_of_run(config: Path) -> str | None:
     """Chat template that the run with this configuration had in place of the tokenizer's, if any: others use it too.
 
-    Raises `ConfigError` for a configuration that names a file, where that of a run has the text: it was changed, and
-    the file may be one that nobody wants to give away.
+    Raises `ConfigError` for a configuration that names a file, where that of a run has the text: the configuration was
+    changed, and the file may be private.
     """
     rollout = tree_in(config).get("rollout") or {}
     chat = ChatSection.model_validate((rollout.get("chat") if isinstance(rollout, dict) else None) or {})

@@ -111,7 +111,7 @@ def measured_profile(run: Path) -> str:
     """
     path = run / CONFIG
     if not path.is_file():
-        raise ConfigError(f"{run} is no run directory: it has no config.resolved.yaml")
+        raise ConfigError(f"{run} is no run directory: it has no {CONFIG}")
     turns = Turns()
     for file in map(RolloutFile, rollout_paths(run)[-FILES:]):
         for place in range(len(file.group_ids)):
@@ -139,12 +139,7 @@ def _events(path: Path) -> Iterable[tuple[Event, float]]:
             row = orjson.loads(line)
             if kind := KINDS.get(row["kind"]):
                 yield decoder_of(kind)(row), decoder_of(float)(row["time_s"])
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ):  # the last line of a run that was killed, or damage
+        except (ValueError, LookupError, TypeError, AttributeError):  # damage, or the last line of a killed run
             continue
 
 

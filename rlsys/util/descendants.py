@@ -135,7 +135,7 @@ def main(parent: int, program: list[str]) -> int:
             continue  # it has left its group
     _kill_all_marked(mark)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.waitpid(-1, 0)  # the keeper, which has the mark: nobody else may reap it, as in a container without an init
+    os.waitpid(-1, 0)  # the keeper, which has the mark too; in a container without an init no other process reaps it
     return code if code >= 0 else 128 - code
 
 

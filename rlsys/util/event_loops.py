@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 async def all_or_none(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of some work at once. Of an error, or of a cancellation, none of it is left behind."""
+    """Do all of some work concurrently, and return the results in order. Raises the first error.
+
+    After an error, or a cancellation of the caller, the rest of the work is cancelled, and has ended on return.
+    """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

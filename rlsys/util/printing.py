@@ -33,7 +33,7 @@ def print_note(text: str) -> None:
 
 
 def print_result(text: str) -> None:
-    """Print lines on stdout, which are lost if nobody reads it: that does not change how a command ended.
+    """Print lines on stdout. A reader that has ended loses them, and the exit code stays.
 
     Raises `RlsysError` if they cannot be written for another reason, such as a full disk.
     """

@@ -281,7 +281,7 @@ class Remote(Generic[W]):
             started.cancel()
 
     async def address(self) -> str:
-        """Where ranks can meet the process of a worker without async methods: a free address on its node, such as
+        """Meeting place of ranks, of a worker without async methods: a free address on its node, such as
         `tcp://10.0.0.4:41234`; in a cluster that `connect` starts, `file://PATH` in a folder of this user alone."""
         return await call(self.actor.address.remote(), self.name, "choosing a meeting place", SET_UP_S)
 

@@ -1,7 +1,7 @@
-"""What ranks may send each other as Python objects: data, which is read without running code.
+"""Python objects that ranks send each other: data, which is read without running code.
 
-torch's collectives of objects, which its checkpoints use, pickle. Whoever reaches a rank's port could send a pickle
-that runs anything; so here only data classes and errors of a few modules are built.
+Collectives of objects pickle, and torch's checkpoints use them. A process that reaches a rank's port could send a
+pickle that runs code, so only data classes and errors of a few modules are built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch.distributed import distributed_c10d
 
-MODULES = ("torch.distributed.checkpoint.", "workers.transport.", "rlsys.weight_sync.manifest")
+MODULES = ("torch.distributed.checkpoint.", "rlsys.weight_sync.manifest")
 """Beginnings of the names of modules whose data classes and enumerations are built."""
 PLAIN = {
     ("collections", "OrderedDict"),

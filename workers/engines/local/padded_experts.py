@@ -1,4 +1,8 @@
-"""Experts of the local engine: each computes a multiple of 16 rows, so that no token's sums depend on the batch."""
+"""Experts of the local engine: each computes a multiple of 16 rows, so that no token's sums depend on the batch.
+
+Shape suffixes: `T` tokens, `K` experts chosen for a token, `P` pairs of these, `F` rows that fill, `E` experts, `H`
+hidden size.
+"""
 
 from __future__ import annotations
 
