@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -29,6 +28,7 @@ from rlsys.testing import run_virtual
 from rlsys.types import Group, Score
 from rlsys.util import deadlines
 from tests.groups import episode, group, hand_in, queue_of, rolled_out
+from tests.growth import growth
 from tests.simulate.world import EventRecorder
 
 COLUMN = Column.REFERENCE_LOGPROBS
@@ -906,11 +906,12 @@ def test_five_streaming_stages_take_as_long_as_the_slowest():
 
 
 @pytest.mark.slow
-def test_ten_thousand_groups_in_flight_stay_cheap():
-    async def main() -> None:
-        queue = queue_of(100, max_staleness=99, num_groups=10_000, columns=COLUMNS)
-        await produced(queue, 10_000, order=lambda held: held[::-1])
-        for version in range(100):
+def test_a_group_costs_the_same_among_five_thousand_in_flight_as_among_five_hundred():
+    async def consume(num_groups: int) -> None:
+        num_steps = num_groups // 100
+        queue = queue_of(100, max_staleness=num_steps - 1, num_groups=num_groups, columns=COLUMNS)
+        await produced(queue, num_groups, order=lambda held: held[::-1])
+        for version in range(num_steps):
             for one in await queue.take_for(COLUMN, 1000):
                 queue.put(one, COLUMN, None)
             assert queue.num_finished == 100
@@ -919,9 +920,7 @@ def test_ten_thousand_groups_in_flight_stay_cheap():
             queue.release(groups, version + 1)
         assert not queue.dropped
 
-    began = time.process_time()
-    run_virtual(main())
-    assert time.process_time() - began < 4.0
+    assert growth(lambda num_groups: run_virtual(consume(num_groups)), 500, 5000) < 40
 
 
 # ----------------------------------------------------------------------------------------------------------- the bound
