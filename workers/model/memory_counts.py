@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlsys.config.memory_plan import ForwardBytes, LinearBytes, ModelSizes, StepBytes
 from rlsys.config.mesh_section import MeshSection
@@ -25,7 +25,7 @@ from rlsys.types import Distribution
 from workers.model.decoder_layers import checkpoint_layers, decoder_layers
 from workers.model.logprobs import MAX_LOGITS, row_states, rows_of, token_logprobs
 from workers.model.lora import adapter_of, add_adapter
-from workers.model.model_loading import check_exists, outline
+from workers.model.model_loading import check_exists, outline, read_config
 from workers.model.routers import Routers
 from workers.model.row_attention import AttentionBlock, AttentionRow
 from workers.model.split_layers import check_splits, experts_of
@@ -113,7 +113,7 @@ class CountedModel:
         """
         check_exists(path, key)
         try:
-            self._config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            self._config = read_config(path)
             whole = self._model("float32")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{key} {path!r} has no config.json of a causal language model: {error}") from error

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -103,9 +104,8 @@ def load_pretrained(
         kind = _with_layout(cast("type[PreTrainedModel]", kind), lay_out)
         options["distributed_config"] = DistributedConfig()
     try:
-        loaded = kind.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
-        )
+        options |= {"config": read_config(path), "use_safetensors": True, "trust_remote_code": False}
+        loaded = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{key} {path!r} does not load as a {what}: {error}") from error
     model, info = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
@@ -163,6 +163,14 @@ def on_device(
     return model.eval()
 
 
+def read_config(path: str) -> PreTrainedConfig:
+    """Read a model's configuration, without code of its own, and without the kernels that it names: the library would
+    fetch them from the hub, and run them. Raises `OSError` or `ValueError`."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config._attn_implementation = config._experts_implementation = None
+    return config
+
+
 def outline(path: str, key: str = "model") -> PreTrainedModel:
     """Load the model of a path without weights: names, shapes and configuration, on the meta device.
 
@@ -170,7 +178,7 @@ def outline(path: str, key: str = "model") -> PreTrainedModel:
     """
     check_exists(path, key)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = read_config(path)
         if senses := [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None)]:
             raise ModelError(
                 f"{key} {path!r} ({config.model_type}) also has encoders for {' and '.join(senses)}, and rlsys trains "
