@@ -24,7 +24,7 @@ def test_every_row_has_all_five_cells(page: str) -> None:
     assert rows and {len(row) for row in rows} == {5}
 
 
-@pytest.mark.parametrize("page", ["coming-from.md", "systems.md"])
+@pytest.mark.parametrize("page", ["coming-from.md", "systems.md", "security.md"])
 def test_every_linked_test_exists(page: str) -> None:
     for name, path in LINK.findall((DOCS / page).read_text()):
         assert f"def test_{name.replace(' ', '_')}(" in (DOCS.parent / path).read_text(), f"{path} has no {name}"
