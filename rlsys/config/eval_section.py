@@ -23,7 +23,8 @@ from rlsys.util.number_ranges import Count, ManyFrom1
 
 def dataset_name(path: str) -> str:
     """Default name of a data set: `held_out` for `data/held_out.jsonl`, `sums-hard` for `org/sums#hard`."""
-    return re.sub(r"[:#]", "-", re.sub(r"\.(jsonl?|csv|parquet)$", "", path.rstrip("/").rpartition("/")[2]))
+    last = re.sub(r"\.(jsonl?|csv|parquet)(\.gz)?$", "", path.rstrip("/").rpartition("/")[2])
+    return re.sub(r"[:#*?\[\]]+", "-", last).strip("-") or "data"
 
 
 def datasets_of(options: Sequence[str]) -> dict[str, str]:

@@ -13,8 +13,8 @@ true or false is no answer: TRL marks wanted completions with it. plain and trl 
 
 Every column stays in `Task.info` under its name, except `prompt`, `answer` and `id` where they became that part. An
 `info` column that is an object, or the text of one, is unpacked; a column of the same name overrides its entry. An
-answer from another column than `answer` is also `info.ground_truth`, unconverted, unless the row has that column. If it
-is neither text nor number, `Task.answer` is its JSON text, with sorted keys.
+answer from another column than `answer`, or that is neither text nor number, is also `info.ground_truth`, unconverted,
+unless the row has that column. `Task.answer` of a boolean, a list or an object is its JSON text, with sorted keys.
 
 Replies continue a `prompt` that ends with a message of the assistant. Of `messages` that end so, the prompt is what
 comes before: they are answered rows, as for supervised training. `tools` (schemas in the OpenAI form) and
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, cast
 
 import orjson
 from pydantic import Field
@@ -54,8 +54,9 @@ _LIKELY: Mapping[Part, tuple[str, ...]] = {
 ColumnName = Annotated[str, Field(min_length=1)]
 
 
-Columns: TypeAlias = dict[Part, ColumnName]
-"""Column names of the parts of a task that are not found automatically, `{"prompt": "problem"}`."""
+Columns: TypeAlias = dict[Part, ColumnName | None]
+"""Column names of the parts of a task that are not found automatically, `{"prompt": "problem"}`. With `{"id": None}` no
+column is the id."""
 AS_FOUND: Columns = {}
 
 
@@ -120,7 +121,7 @@ def sniff(rows: Sequence[Row], columns: Columns = AS_FOUND) -> Layout:
     sources: dict[Part, str] = {
         "prompt": columns.get("prompt") or _first_filled(rows, PROMPTS),
         "answer": columns.get("answer") or _first_filled(rows, form.answer),
-        "id": columns.get("id") or "id",
+        "id": columns.get("id") or ("" if "id" in columns else "id"),
     }
     named: list[Part] = [part for part in PARTS if columns.get(part)]
     absent: list[Part] = [part for part in named if not any(_has(row, sources[part]) for row in rows)]
@@ -179,10 +180,11 @@ def task_of(row: object, layout: Layout) -> Task:
     _check(row, layout)
     prompt = _prompt_of(source["prompt"], value_at(row, source["prompt"]))
     found = value_at(row, source["answer"])
-    answer = _text_of("answer", found) if source["answer"] == "answer" else _as_text(source["answer"], found)
-    own_id = _text_of(source["id"], value_at(row, source["id"]))
+    answer = _as_text(source["answer"], found)
+    own_id = _text_of(source["id"], value_at(row, source["id"])) if source["id"] else None
     info = _info_of(row, layout)
-    if source["answer"] != "answer" and found is not None and info.get("ground_truth") is None:
+    is_converted = source["answer"] != "answer" or isinstance(found, bool | list | dict)
+    if is_converted and found is not None and info.get("ground_truth") is None:
         info["ground_truth"] = found
     content = orjson.dumps([prompt, answer, info], option=orjson.OPT_SORT_KEYS)
     return Task(
@@ -240,10 +242,10 @@ def _prompt_of(source: str, prompt: Json) -> Prompt:
 
 
 def message_of(source: str, number: int, message: Json) -> Message:
-    """Check a message in the OpenAI form, and put its text parts together; ignores null keys, which columnar files add.
+    """Check a message in the OpenAI form, and put its text parts together; null keys are left out.
 
-    Besides `role` and `content`, an assistant's message may have `tool_calls`, and a tool's a `tool_call_id` and a
-    `name`.
+    Besides `role` and `content`, an assistant's message may have `tool_calls`. All other keys, such as `name`,
+    `tool_call_id` and `reasoning_content`, go to the chat template as they are.
     """
     where = f"message {number} of the `{source}`"
     given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
@@ -258,13 +260,7 @@ def message_of(source: str, number: int, message: Json) -> Message:
         if not isinstance(calls, list) or not all(isinstance(call, dict) and "function" in call for call in calls):
             raise RowProblem(f'{where}: its tool_calls are not of the form [{{"function": {{"name", "arguments"}}}}]')
         found["tool_calls"] = calls
-    if role == "tool":
-        for key in ("tool_call_id", "name"):
-            if isinstance(value := given.pop(key, None), str):
-                found[key] = value
-    if given:
-        raise RowProblem(f"{where} has {', '.join(given)} besides role and content")
-    return found
+    return cast("Message", {**found, **given})
 
 
 def _text_in(where: str, content: Json) -> str | None:
@@ -291,7 +287,7 @@ def _tools_of(value: Json) -> tuple[dict[str, Json], ...]:
     if not isinstance(found, list) or len(tools) < len(schemas):
         form = '[{"type": "function", "function": {"name", "description", "parameters"}}]'
         raise RowProblem(f"`tools` is not of the form {form}; give schemas, or give the column another name")
-    return tuple(without_nulls(tool) for tool in tools)
+    return tuple(tools)
 
 
 def _template_kwargs_of(value: Json) -> dict[str, Json]:
@@ -314,8 +310,14 @@ def _parse_json(column: str, value: Json) -> Json:
 
 
 def without_nulls(value: dict[str, Json]) -> dict[str, Json]:
-    """Remove the null keys at every level, which columnar files add to objects of different keys."""
-    return {key: without_nulls(v) if isinstance(v, dict) else v for key, v in value.items() if v is not None}
+    """Remove the null keys at every level, in lists too."""
+    return {key: _without_nulls_in(inner) for key, inner in value.items() if inner is not None}
+
+
+def _without_nulls_in(value: Json) -> Json:
+    if isinstance(value, list):
+        return [_without_nulls_in(each) for each in value]
+    return without_nulls(value) if isinstance(value, dict) else value
 
 
 def _text_of(source: str, value: Json) -> str | None:
@@ -332,10 +334,15 @@ def _as_text(source: str, value: Json) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list | dict | bool):
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+        return json_text(value)
     if isinstance(value, float) and abs(value) >= _EXACT:
         raise RowProblem(f"`{source}` is {value}, too large a number to be exact; give it as text")
     return str(int(value) if isinstance(value, float) and float.is_integer(value) else value)
+
+
+def json_text(value: bool | list[Json] | dict[str, Json]) -> str:
+    """Write a value as JSON, with sorted keys."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def describe_type(value: object) -> str:

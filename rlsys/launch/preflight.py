@@ -18,7 +18,8 @@ from rlsys.config.loader import of_tree, texts_in
 from rlsys.config.policy_sections import PolicySection
 from rlsys.data.proposed_tasks import ProposedTasks
 from rlsys.data.row_adapters import Columns
-from rlsys.data.task_file import Place, load_tasks
+from rlsys.data.row_files import Place
+from rlsys.data.task_file import load_tasks
 from rlsys.data.task_mixture import Source, TaskMixture
 from rlsys.data.task_source import Tasks, TaskSource
 from rlsys.errors import ConfigError, DataError, ModelError

@@ -34,7 +34,7 @@ def check_prompts(config: Config, key: str, tasks: Sequence[Task]) -> None:
     lengths = [
         len(_encode_prompt(tokenizer, key, task)) for task in [*first, *_of_new_roles(tasks[NUM_MEASURED:], first)]
     ]
-    _check_rendered_once(tokenizer, key, first[0])
+    _check_rendered_once(tokenizer, key, tasks)
     most = config.data.max_prompt_tokens
     if min(lengths) > most:
         raise DataError(
@@ -97,12 +97,17 @@ def _roles(task: Task) -> tuple[str, ...]:
     return ("text",) if isinstance(task.prompt, str) else tuple(message["role"] for message in task.prompt)
 
 
-def _check_rendered_once(tokenizer: TextTokenizer, key: str, task: Task) -> None:
-    """Raise `DataError` for a text that has special tokens of a chat template already."""
-    if not isinstance(task.prompt, str) or not tokenizer.has_chat_template:
+def _check_rendered_once(tokenizer: TextTokenizer, key: str, tasks: Iterable[Task]) -> None:
+    """Raise `DataError` for texts that have special tokens of a chat template already."""
+    if not tokenizer.has_chat_template:
         return
-    if special := tokenizer.special_in(task.prompt):
+    texts = ((task, task.prompt) for task in tasks if isinstance(task.prompt, str))
+    rendered = [(task, special) for task, text in texts if (special := tokenizer.special_in(text))]
+    if rendered:
+        task, special = rendered[0]
+        others = f" (and {len(rendered) - 1} more)" if rendered[1:] else ""
         raise DataError(
-            f"{key}: task {task.id}: its prompt contains {special}, so it seems to be in a chat template already, and "
-            "would be rendered in the model's once more: give messages, or set rollout.chat.template to none"
+            f"{key}: task {task.id}{others}: its prompt contains {special}, so it seems to be in a chat template "
+            "already, and would be rendered in the model's once more: give messages, or set rollout.chat.template to "
+            "none"
         )

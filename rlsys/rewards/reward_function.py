@@ -30,15 +30,16 @@ from typing import Self, SupportsFloat
 
 import cloudpickle
 
+from rlsys.data.row_adapters import json_text
 from rlsys.errors import CannotScore, ConfigError, EndpointDown
 from rlsys.rewards.reward_registry import describe_error, find
 from rlsys.types import Episode, Json, PolicyVersion, Score, Task
 from rlsys.util.printing import encodable
 
 ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id", "source", "episode")
-"""Names that every function of one completion can request, for any columns. `ground_truth` is the answer if the row has
-no such column, and `completion_ids` are the tokens that the policy sampled. `episode` is the whole
-`rlsys.types.Episode`, of all agents and turns."""
+"""Names that every function of one completion can request, for any columns. `answer` is text, or the list or object
+that the row has as its answer. `ground_truth` is the answer if the row has no such column, and `completion_ids` are the
+tokens that the policy sampled. `episode` is the whole `rlsys.types.Episode`, of all agents and turns."""
 VERL = ("solution_str", "data_source", "extra_info")
 """More names for a function with the argument `solution_str`, the completion. The others are columns of the row, by
 default "" and {}."""
@@ -328,8 +329,9 @@ def _check_known(spec: str, args: Mapping[str, Json], names: Sequence[str]) -> N
 
 def _of_task(task: Task) -> dict[str, object]:
     ground_truth = task.info.get("ground_truth", task.answer)
+    is_answer = isinstance(ground_truth, list | dict) and task.answer == json_text(ground_truth)
     known: dict[str, object] = {
-        "answer": task.answer,
+        "answer": ground_truth if is_answer else task.answer,
         "ground_truth": ground_truth,
         "info": task.info,
         "task_id": task.id,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rlsys.data.row_adapters import describe_type
 from rlsys.errors import CannotScore
 
 
-def exact(completion: str, answer: str | None) -> float:
+def exact(completion: str, answer: object) -> float:
     """1 if the completion equals the answer, except for surrounding whitespace; else 0."""
     return float(completion.strip() == expected_answer(answer).strip())
 
@@ -36,7 +37,7 @@ class Regex:
         if self.counts not in ("first", "last", "any"):
             raise ValueError(f"counts is {self.counts!r}; give first, last or any")
 
-    def __call__(self, completion: str, answer: str | None) -> float:
+    def __call__(self, completion: str, answer: object) -> float:
         """Score one completion."""
         wanted = expected_answer(answer).strip()
         found = [
@@ -63,10 +64,12 @@ class Format:
         return float(_compile_pattern(self.pattern).fullmatch(completion.strip()) is not None)
 
 
-def expected_answer(answer: str | None) -> str:
-    """Return the answer of the task. Raises `CannotScore` if its row has none."""
+def expected_answer(answer: object) -> str:
+    """Return the answer of the task. Raises `CannotScore` if its row has none, or one that is no text."""
     if answer is None:
         raise CannotScore("the row has no answer")
+    if not isinstance(answer, str):
+        raise CannotScore(f"the answer is {describe_type(answer)}: compare with it in a function of your own")
     return answer
 
 

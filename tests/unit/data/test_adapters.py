@@ -201,7 +201,8 @@ VALUE = st.text(min_size=1).filter(str.strip) | st.integers(-9, 9).map(str)
     st.dictionaries(COLUMN, VALUE, min_size=1), st.fixed_dictionaries({"prompt": COLUMN}, optional={"answer": COLUMN})
 )
 def test_no_column_of_a_row_is_lost(row: dict[str, Any], columns: Columns):
-    row = {columns["prompt"]: "2+3?", **({columns["answer"]: "5"} if "answer" in columns else {}), **row}
+    names = {str(columns["prompt"]): "2+3?", **({str(columns["answer"]): "5"} if "answer" in columns else {})}
+    row = {**names, **row}
     (task,) = adapted(row, columns=columns)
     became = {"prompt": task.prompt, "answer": task.answer, "id": task.id}
     for name, value in row.items():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.data.task_file import Place, load_tasks, read
+from rlsys.data.row_files import Place
+from rlsys.data.task_file import load_tasks, read
 from rlsys.errors import DataError
 from rlsys.types import Task
 
@@ -70,7 +71,7 @@ def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
         {"prompt": 7},
         {"prompt": [{"role": "user", "text": "hi"}]},
         {"prompt": [{"role": "user", "content": "hi", "tool_calls": [1]}]},
-        {"prompt": "a", "answer": ["x"]},
+        {"prompt": "a", "answer": 2.0**60},
         [1, 2],
     )
     assert text.splitlines()[0] == f"{path}: 9 rows cannot be used"
@@ -82,7 +83,7 @@ def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
         6: "`prompt` is an int; give text or a list of messages",
         7: "message 1 of the `prompt` is not of the form",
         8: "message 1 of the `prompt` has tool_calls, and its role is user",
-        9: "`answer` is a list; give text or a number",
+        9: "`answer` is 1.152921504606847e+18, too large a number to be exact",
         10: "the row is a list, not an object with a `prompt`",
     }.items():
         assert f"{path}:{number}: {words}" in text
@@ -91,7 +92,7 @@ def test_every_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
 def test_rows_of_one_id_with_other_content_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     rows = [{"prompt": "a", "answer": 1, "id": 7}, {"prompt": "b", "id": "7"}, {"prompt": "a", "answer": 1, "id": 7}]
-    assert f"{path}:2: its id '7' is also that of {path}:1, whose content differs" in complaint(path, *rows)
+    assert f"{path}:2: its id '7' is also that of {path}:1, whose content differs: name" in complaint(path, *rows)
     assert len(load_tasks(written(path, rows[0], rows[2]))) == 2
 
 
@@ -130,7 +131,7 @@ def test_a_missing_or_empty_file_is_a_data_error(tmp_path: Path) -> None:
 def test_an_unsupported_file_type_is_named_without_asking_the_hub(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text("prompt\na\n")
-    with pytest.raises(DataError, match=r"cannot read .*rows\.tsv: it is none of \.jsonl, \.json, \.parquet, \.csv"):
+    with pytest.raises(DataError, match=r"cannot read .*rows\.tsv: it is none of \.jsonl, \.json, \.csv, \.parquet"):
         load_tasks(path)
 
 
@@ -249,7 +250,7 @@ def test_an_unreachable_hub_name_is_a_data_error() -> None:
 
 
 def test_a_json_array_and_a_csv_file_give_the_tasks_of_lines(tmp_path: Path):
-    rows = [{"prompt": "2+3?", "answer": "five", "level": 1}, {"prompt": "1+1?", "answer": "two", "level": 2}]
+    rows = [{"prompt": "2+3?", "answer": "five", "level": "1"}, {"prompt": "1+1?", "answer": "two", "level": "2"}]
     lines, array, table = (tmp_path / name for name in ("rows.jsonl", "rows.json", "rows.csv"))
     lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     array.write_text(json.dumps(rows, indent=2))

@@ -64,8 +64,8 @@ def test_prompts_that_are_all_too_long_are_refused(tmp_path: Path):
 
 
 def test_a_text_that_is_rendered_already_is_refused(tmp_path: Path):
-    error = dry_run(tmp_path, "12<eos>", template=STRICT)
-    assert "its prompt contains <eos>, so it seems to be in a chat template already" in str(error)
+    error = dry_run(tmp_path, *["12"] * 200, "13<eos>", "14<eos>", template=STRICT)
+    assert "(and 1 more): its prompt contains <eos>, so it seems to be in a chat template already" in str(error)
 
 
 @pytest.mark.parametrize("problem", ["nope.jinja", "{{ unclosed"])
