@@ -214,13 +214,15 @@ class Turn:
     versions: tuple[VersionSpan, ...]
     finish: Literal["stop", "length", "abort"]
     text: str
-    """`output_ids` decoded, special tokens left out."""
+    """`output_ids` decoded, without the token that ended it."""
     sampling: Sampling = Sampling()
     """Sampling parameters of the tokens, which define the distribution of `logprobs`."""
     routing: tuple[bytes, ...] = ()
     """Experts that the engine chose, one entry per output token: at the positions that it computed for this token,
     which are the last ones of the prompt for the first, and that of the token before for others. A position has as many
     bytes as all others, see `workers.model.routers`. Empty if not recorded."""
+    template_opening: str = ""
+    """`<think>` or the like, if the chat template begins the reply with it: it is in `prompt_ids`, not in `text`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", IntArray(self.prompt_ids))

@@ -25,6 +25,9 @@ class ChatSection(Section):
     which the tokenizer's start token opens."""
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables of the template, e.g. `{enable_thinking: false}`; a row's `chat_template_kwargs` come before these."""
+    skip_special_tokens: bool = False
+    """Leave the tokenizer's special tokens out of the text of replies, which rewards, tools and agents read. The token
+    that ends a reply is always left out."""
 
     def with_text(self) -> Self:
         """Replace the file of `template` by its text, for processes that do not see the file. Raises `ConfigError`."""

@@ -14,9 +14,10 @@ from pathlib import Path
 import orjson
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 
+from rlsys.data.row_adapters import json_text
 from rlsys.errors import BUSY, CannotScore, EndpointDown
 from rlsys.rewards.reward_registry import JUDGE_TIMEOUT_S
-from rlsys.types import Prompt
+from rlsys.types import Json, Prompt
 from rlsys.util.printing import encodable
 
 TEMPLATE = """\
@@ -84,7 +85,7 @@ class LlmJudge:
         if self.cache and not Path(self.cache).expanduser().is_absolute():
             raise ValueError(f"cache: {self.cache} is relative, and workers run elsewhere; give an absolute folder")
 
-    async def __call__(self, completion: str, prompt: Prompt, answer: str | None) -> float:
+    async def __call__(self, completion: str, prompt: Prompt, answer: Json) -> float:
         """Score one completion. Raises `CannotScore` if the request is refused, or the reply has no valid score, and
         `EndpointDown` without a reply."""
         asked = self._fill_template(completion, prompt, answer)
@@ -111,12 +112,12 @@ class LlmJudge:
             raise CannotScore(f"the judge's reply says {number:g}, which is not {bounds}: {end!r}")
         return number
 
-    def _fill_template(self, completion: str, prompt: Prompt, answer: str | None) -> str:
+    def _fill_template(self, completion: str, prompt: Prompt, answer: Json) -> str:
         task = prompt if isinstance(prompt, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
         values = {
             "completion": completion,
             "prompt": task,
-            "answer": answer or "(not given)",
+            "answer": json_text(answer) if isinstance(answer, list | dict) else str(answer or "(not given)"),
             "lowest": f"{self.lowest:g}",
             "highest": f"{self.highest:g}",
         }

@@ -10,6 +10,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from rlsys.errors import CannotScore
 from rlsys.rewards.text_rewards import expected_answer
+from rlsys.types import Json
 
 for _module in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_module).setLevel(logging.ERROR)  # hides warnings that its timeouts are off; the worker has one
@@ -18,7 +19,7 @@ _BOX = r"\boxed{"
 _AS_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 
 
-def math(completion: str, answer: str | None) -> float:
+def math(completion: str, answer: Json) -> float:
     """1 if the last `\\boxed{}` of the completion equals the answer, as `0.5` equals `\\frac12`; else 0.
 
     The answer is a number, LaTeX, or a worked solution whose result is in a `\\boxed{}` or, as in GSM8K, after `####`.

@@ -36,10 +36,22 @@ from rlsys.rewards.reward_registry import describe_error, find
 from rlsys.types import Episode, Json, PolicyVersion, Score, Task
 from rlsys.util.printing import encodable
 
-ALWAYS = ("completion", "completion_ids", "prompt", "answer", "ground_truth", "info", "task_id", "source", "episode")
+ALWAYS = (
+    "completion",
+    "completion_ids",
+    "template_opening",
+    "prompt",
+    "answer",
+    "ground_truth",
+    "info",
+    "task_id",
+    "source",
+    "episode",
+)
 """Names that every function of one completion can request, for any columns. `answer` is text, or the list or object
 that the row has as its answer. `ground_truth` is the answer if the row has no such column, and `completion_ids` are the
-tokens that the policy sampled. `episode` is the whole `rlsys.types.Episode`, of all agents and turns."""
+tokens that the policy sampled. `template_opening` is what the chat template began the reply with, `<think>` or nothing:
+it is not in `completion`. `episode` is the whole `rlsys.types.Episode`, of all agents and turns."""
 VERL = ("solution_str", "data_source", "extra_info")
 """More names for a function with the argument `solution_str`, the completion. The others are columns of the row, by
 default "" and {}."""
@@ -161,6 +173,8 @@ class RewardInput:
     """Tokens of the text; empty if no function requests them."""
     version: PolicyVersion = 0
     """Of the newest token."""
+    opening: str = ""
+    """What the chat template began the reply with."""
     episode: Episode | None = None
     """None if no function requests it."""
 
@@ -173,7 +187,7 @@ class RewardInput:
             return cls("", episode=whole)
         last = turns[-1]
         version = last.versions[-1].version if last.versions else 0
-        return cls(last.text, last.output_ids if with_ids else (), version, whole)
+        return cls(last.text, last.output_ids if with_ids else (), version, last.template_opening, whole)
 
 
 @dataclass(frozen=True)
@@ -271,6 +285,7 @@ class RewardFunction:
             **_of_task(task),
             "completion": completion.text,
             "completion_ids": list(completion.ids),
+            "template_opening": completion.opening,
             "prompt": task.prompt,
             "episode": completion.episode,
         }
@@ -385,6 +400,7 @@ def _of_group(task: Task, completions: Sequence[RewardInput], logged: _Logged) -
         "prompts": prompts,
         "completions": replies,
         "completion_ids": [list(c.ids) for c in completions],
+        "template_opening": [c.opening for c in completions],
         "episode": [c.episode for c in completions],
         "trainer_state": TrainerState(max(c.version for c in completions)),
         "log_extra": logged.extra,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from rlsys.data.row_adapters import describe_type
 from rlsys.errors import CannotScore
+from rlsys.types import Json
 
 
-def exact(completion: str, answer: object) -> float:
+def exact(completion: str, answer: Json) -> float:
     """1 if the completion equals the answer, except for surrounding whitespace; else 0."""
     return float(completion.strip() == expected_answer(answer).strip())
 
@@ -37,7 +38,7 @@ class Regex:
         if self.counts not in ("first", "last", "any"):
             raise ValueError(f"counts is {self.counts!r}; give first, last or any")
 
-    def __call__(self, completion: str, answer: object) -> float:
+    def __call__(self, completion: str, answer: Json) -> float:
         """Score one completion."""
         wanted = expected_answer(answer).strip()
         found = [
@@ -50,7 +51,10 @@ class Regex:
 
 @dataclass(frozen=True)
 class Format:
-    """1 if the whole completion matches this pattern, except for surrounding whitespace; else 0."""
+    """1 if the whole completion matches this pattern, except for surrounding whitespace; else 0.
+
+    Where the chat template begins replies with `<think>` itself, that is a part of the completion.
+    """
 
     pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
     """Regular expression in Python's syntax; `.` also matches line ends."""
@@ -59,12 +63,13 @@ class Format:
         """Raise `ValueError` for an invalid pattern."""
         _compile_pattern(self.pattern)
 
-    def __call__(self, completion: str) -> float:
+    def __call__(self, completion: str, template_opening: str) -> float:
         """Score one completion."""
-        return float(_compile_pattern(self.pattern).fullmatch(completion.strip()) is not None)
+        reply = (template_opening + completion).strip()
+        return float(_compile_pattern(self.pattern).fullmatch(reply) is not None)
 
 
-def expected_answer(answer: object) -> str:
+def expected_answer(answer: Json) -> str:
     """Return the answer of the task. Raises `CannotScore` if its row has none, or one that is no text."""
     if answer is None:
         raise CannotScore("the row has no answer")

@@ -162,7 +162,15 @@ class RoutedPolicy(PolicyText):
         self._contexts.put(context, (context, (*replies, (len(prompt_ids), len(context)))))
         text = self.codec.decode(done.output_ids)
         return Turn(
-            prompt_ids, done.output_ids, done.logprobs, done.versions, done.finish, text, sampling, done.routing
+            prompt_ids,
+            done.output_ids,
+            done.logprobs,
+            done.versions,
+            done.finish,
+            text,
+            sampling,
+            done.routing,
+            self.codec.opening_of(prompt_ids),
         )
 
     async def recite(self, prompt_ids: tuple[int, ...], reply: str) -> Turn:
@@ -174,7 +182,8 @@ class RoutedPolicy(PolicyText):
             self.failure = self.failure or error
             raise
         versions, text = (VersionSpan(scored.version, len(ids)),), self.codec.decode(ids)
-        return Turn(prompt_ids, ids, scored.logprobs[-len(ids) :], versions, "stop", text, self.sampling)
+        logprobs, opening = scored.logprobs[-len(ids) :], self.codec.opening_of(prompt_ids)
+        return Turn(prompt_ids, ids, logprobs, versions, "stop", text, self.sampling, template_opening=opening)
 
     def _replies_in(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Spans of a prompt that are replies of earlier turns: those of the longest dialogue that it goes on."""

@@ -27,6 +27,9 @@ _CACHED_PROMPTS = 64
 """The episodes of a group share their prompt, and encode it at the same time."""
 _MIN_BYTES = 64
 """Least `TextTokenizer.bytes_per_token`: some tokenizers drop whitespace, or read an unknown word as one token."""
+_OPENING = re.compile(r"(<(?:think|thinking|reasoning)>)\s*$")
+_OPENING_IDS = 16
+"""Most tokens of an opening tag with the space after it."""
 
 
 class TextTooLarge(Exception):
@@ -49,6 +52,7 @@ class TextTokenizer:
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._template = ChatTemplate(tokenizer, chat)
+        self._skips_special = chat.skip_special_tokens
         self._cached = lru_cache(maxsize=_CACHED_PROMPTS)(self._tokens)
         own = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
         end = self._template.end_of_turn
@@ -150,8 +154,14 @@ class TextTokenizer:
         return (*ids, self._end_of_reply)
 
     def decode(self, ids: tuple[int, ...]) -> str:
-        """Text of `ids` without special tokens."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        """Text of a reply, without the token that ends it; without special tokens if the configuration says so."""
+        written = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        return self._backend.decode(written, skip_special_tokens=self._skips_special)
+
+    def opening_of(self, prompt_ids: tuple[int, ...]) -> str:
+        """The tag, such as `<think>`, with which a prompt ends: the reply goes on inside it. Empty if there is none."""
+        found = _OPENING.search(self.spell(prompt_ids[-_OPENING_IDS:]))
+        return found[1] if found else ""
 
     def spell(self, ids: Sequence[int]) -> str:
         """Text of `ids` with special tokens."""

@@ -70,6 +70,19 @@ def test_format_wants_the_whole_completion_to_have_the_form() -> None:
     assert values("format", None, "12", "12.", pattern=r"\d+") == [1, 0]
 
 
+def test_what_the_template_began_a_reply_with_is_a_part_of_its_format() -> None:
+    said = [RewardInput("x</think><answer>4</answer>", opening=opening) for opening in ("<think>", "")]
+    function = RewardFunction.load("format")
+    assert [score.value for score in function.scores(function.begin(Task(id="t", prompt="p"), said), 2)] == [1, 0]
+
+
+def test_an_answer_that_is_a_list_is_for_functions_of_ones_own() -> None:
+    task = Task(id="t", prompt="p", answer='["a","b"]', info={"ground_truth": ["a", "b"]})
+    function = RewardFunction.load("exact")
+    (score,) = function.scores(function.begin(task, [RewardInput("a")]), 1)
+    assert score.failure == "the answer is a list: compare with it in a function of your own"
+
+
 def test_wrong_arguments_of_ready_made_functions_are_refused_before_running() -> None:
     assert refusal("regex", {}) == "reward 'regex' needs args: pattern"
     assert "pattern '(' is no regular expression" in refusal("regex", {"pattern": "("})

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.data.row_adapters import json_text
 from rlsys.errors import ConfigError
 from rlsys.rewards.reward_function import (
     NOT_APPLICABLE,
@@ -96,6 +97,16 @@ def test_a_default_stands_in_for_an_absent_column(load, values) -> None:
 def test_double_star_takes_everything(scores) -> None:
     (score,) = scores("def judge(completion, **columns): return sorted(columns)", "x")
     assert "['answer', 'completion_ids', 'episode', 'ground_truth', " in score.failure
+
+
+@pytest.mark.parametrize("answer", [["12", "21"], {"a": 1}])
+def test_an_answer_that_is_no_text_comes_as_the_row_has_it(load, answer: Json) -> None:
+    task = Task(id="t", prompt="p", answer=json_text(answer), info={"ground_truth": answer})
+    one = load("def judge(completion, answer): return float(answer == eval(completion))")
+    both = load("def judge(completions, answer): return [float(a == eval(c)) for c, a in zip(completions, answer)]")
+    for function in (one, both):
+        said = [RewardInput(str(answer))]
+        assert [score.value for score in function.scores(function.begin(task, said), 1)] == [1.0]
 
 
 def test_a_column_cannot_hide_what_is_always_there(values) -> None:

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlsys.config.chat_section import ChatSection
 from rlsys.errors import DataError, ModelError
 from rlsys.types import ChatOptions, Json, Message
-from workers.text.tokenizer import ChatTemplate, TextTokenizer, TextTooLarge
+from workers.text.tokenizer import AS_MADE, ChatTemplate, TextTokenizer, TextTooLarge
 
 PLAIN = """\
 {% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<end>{% endfor %}
@@ -21,7 +22,7 @@ HIDING = PLAIN.replace("m.content", "(m.content.split('|')[-1] if m.role == 'ass
 """Forgets what the policy thought (before `|`) in earlier turns."""
 
 
-def codec_of(template: str | None, *, end: str | None = "<end>") -> TextTokenizer:
+def codec_of(template: str | None, *, end: str | None = "<end>", chat: ChatSection = AS_MADE) -> TextTokenizer:
     """Characters, a token `ab` for the pair, and markers; so that one text has several tokenizations."""
     symbols = ["<end>", "<s>", "<u>", "<a>", "ab", "\n", *map(chr, range(32, 127))]
     core = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}))
@@ -30,7 +31,7 @@ def codec_of(template: str | None, *, end: str | None = "<end>") -> TextTokenize
     core.add_special_tokens(symbols[:4])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end)
     tokenizer.chat_template = template
-    return TextTokenizer(tokenizer)
+    return TextTokenizer(tokenizer, chat)
 
 
 def message(role: str, content: str) -> Message:
@@ -70,6 +71,17 @@ def test_plain_text_is_encoded_without_a_start_token():
     assert codec.decode(ids_of(codec, "x", "a", "b", "<end>")) == "xab"
 
 
+def test_a_reply_is_the_text_that_the_model_wrote_up_to_its_end():
+    written = ("<a>", "x", "<s>", "ab", "<u>")
+    codec = codec_of(None)
+    assert codec.decode(ids_of(codec, *written, "<end>")) == codec.decode(ids_of(codec, *written)) == "<a>x<s>ab<u>"
+
+
+def test_special_tokens_can_be_left_out_of_replies():
+    codec = codec_of(None, chat=ChatSection(skip_special_tokens=True))
+    assert codec.decode(ids_of(codec, "<a>", "x", "<s>", "ab", "<u>", "<end>")) == "xab"
+
+
 def test_messages_are_rendered_with_the_assistants_turn_opened():
     codec = codec_of(PLAIN)
     prompt = (message("system", "x"), message("user", "y"))
@@ -85,7 +97,7 @@ def test_a_conversation_continues_from_the_sampled_tokens(ended):
     extended = codec.extend(ids, (*prompt, message("assistant", codec.decode(said))), (message("user", "z"),))
     end = () if ended else ids_of(codec, "<end>")
     assert extended == ids + end + ids_of(codec, "<u>", "z", "<end>", "<a>")
-    assert codec.decode(ids) == "yab"
+    assert codec.decode(ids) == "<u>y<end><a>ab"
     assert codec.encode("ab") != said[:2], "read again, it would have been another token"
 
 
@@ -117,7 +129,7 @@ def test_no_message_speaks_as_the_template_does(role: str):
     ids = codec.encode((system, attack))
     plain = codec.encode((system, message(role, "3")))
     assert [token for token in ids if token in special] == [token for token in plain if token in special]
-    assert codec.decode(ids).endswith(ATTACK)
+    assert ATTACK in codec.decode(ids)
 
 
 def test_special_tokens_in_tool_texts_stay_plain_text():

@@ -152,8 +152,16 @@ def test_a_system_message_joins_the_first_message_where_the_template_knows_none(
 def test_template_variables_come_from_the_row_before_the_configuration():
     codec = TextTokenizer(chatml(), ChatSection(template_kwargs={"enable_thinking": False}))
     assert codec.spell(codec.encode(user("y"))).endswith("<think>\n\n</think>\n\n")
+    assert codec.opening_of(codec.encode(user("y"))) == "", "it is closed"
     options = ChatOptions(template_kwargs={"enable_thinking": True})
     assert codec.spell(codec.encode(user("y"), options)).endswith("assistant\n")
+
+
+def test_a_thought_that_the_template_begins_is_known():
+    tokenizer = chatml()
+    tokenizer.chat_template = CHATML.replace("{% if enable", "<think>\n{% if enable")
+    codec = TextTokenizer(tokenizer)
+    assert codec.opening_of(codec.encode(user("y"))) == "<think>"
 
 
 @pytest.mark.parametrize("as_file", [True, False])
