@@ -8,7 +8,6 @@ from pydantic import (
     AfterValidator,
     Discriminator,
     Field,
-    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -17,13 +16,12 @@ from pydantic import (
 )
 
 from rlsys.config.config_problems import Problem, refuse, union_tag
-from rlsys.config.eval_section import dataset_name
+from rlsys.config.rows_section import DataPath, RowsSection, dataset_name
 from rlsys.config.section import Section
 from rlsys.data.row_adapters import Columns
 
 PROPOSED = "proposed"
 """Value of `SourceSection.path` for tasks that a run makes itself."""
-DataPath = Annotated[str, Field(min_length=1)]
 
 
 def _from_the_start(weights: dict[int, float]) -> dict[int, float]:
@@ -40,7 +38,7 @@ Weights = Annotated[
 ]
 
 
-class SourceSection(Section):
+class SourceSection(RowsSection):
     """One of several sources of training tasks."""
 
     path: DataPath
@@ -54,12 +52,6 @@ class SourceSection(Section):
     shuffle: bool | None = None
     """Order of this source, as `data.shuffle`; `false` keeps a file that goes from easy to hard. None:
     `data.shuffle`."""
-    system: str | None = None
-    """System message of conversations about these tasks; empty: none; None: `rollout.chat.system`."""
-    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Variables of the chat template for these tasks, before those of `rollout.chat`; a row's own come first."""
-    columns: Columns | None = None
-    """Column names of this source; None: `data.columns`."""
 
     @property
     def is_proposed(self) -> bool:

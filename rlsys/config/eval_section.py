@@ -16,15 +16,10 @@ from pydantic import (
 )
 
 from rlsys.config.config_problems import Problem, refuse
+from rlsys.config.rows_section import DataPath, RowsSection, dataset_name
 from rlsys.config.section import Section
 from rlsys.errors import ConfigError
 from rlsys.util.number_ranges import Count, ManyFrom1
-
-
-def dataset_name(path: str) -> str:
-    """Default name of a data set: `held_out` for `data/held_out.jsonl`, `sums-hard` for `org/sums#hard`."""
-    last = re.sub(r"\.(jsonl?|csv|parquet)(\.gz)?$", "", path.rstrip("/").rpartition("/")[2])
-    return re.sub(r"[:#*?\[\]]+", "-", last).strip("-") or "data"
 
 
 def datasets_of(options: Sequence[str]) -> dict[str, str]:
@@ -49,18 +44,21 @@ def _is_name(text: str) -> bool:
 
 
 def _datasets_by_name(data: object) -> object:
-    return {dataset_name(data): data} if isinstance(data, str) else {} if data is None else data
+    sets = {dataset_name(data): data} if isinstance(data, str) else {} if data is None else data
+    if not isinstance(sets, dict):
+        return sets
+    return {name: {"path": given} if isinstance(given, str) else given for name, given in sets.items()}
 
 
-def _well_named(data: dict[str, str]) -> dict[str, str]:
+def _well_named(data: dict[str, RowsSection]) -> dict[str, RowsSection]:
     text = "the name of a data set is letters, digits, `_`, `-` and `.`; give another, as in {NAME: PATH}"
     refuse(((name,), text) for name in data if not _is_name(name))
     return data
 
 
 DataSets = Annotated[
-    dict[str, Annotated[str, Field(min_length=1)]],
-    BeforeValidator(_datasets_by_name, json_schema_input_type=dict[str, str] | str | None),
+    dict[str, RowsSection],
+    BeforeValidator(_datasets_by_name, json_schema_input_type=dict[str, RowsSection | DataPath] | DataPath | None),
     AfterValidator(_well_named),
 ]
 
@@ -74,8 +72,9 @@ class EvalSection(Section):
     """Data and settings of the evaluation of a policy."""
 
     data: DataSets = Field(default={})
-    """Data sets by name, `{held_out: a.jsonl, hard: b.parquet}`, each in the form of `data.path`. A single path is
-    named after its file."""
+    """Data sets by name, `{held_out: a.jsonl, hard: b.parquet}`, each in the form of `data.path`, or with columns and a
+    system message of its own: `{hard: {path: b.parquet, columns: {prompt: problem}}}`. A single path is named after its
+    file. Reward functions whose `source` is the name of a set score that set, and no others do."""
     every: NonNegativeInt = 0
     """Steps between two evaluations. The first is before training; the last step is evaluated too. 0: none."""
     samples: ManyFrom1 = 1

@@ -75,8 +75,8 @@ class RewardItem(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name in its metric `reward/by/NAME`; None: the name of the function."""
     source: str | None = None
-    """Name of a source of data: this function is of its tasks, for which only such functions count. None: of the tasks
-    of all sources without functions of their own."""
+    """Name of a source of data or of an evaluation: this function is of its tasks, for which only such functions count.
+    None: of the tasks of all sources and evaluations without functions of their own."""
     given: str | None = None
     """Name of another function: this one applies only to episodes for which that one gave more than 0. So a bonus for
     brevity or parallel work goes to right answers alone. None: it applies to all."""

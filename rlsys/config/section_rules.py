@@ -115,13 +115,18 @@ def _experts_are_recorded(resources: Resources, rollout: RolloutSection, train: 
         yield ("train", "routing_replay"), text
 
 
-def _sources_have_names(data: DataSection, reward: RewardSection) -> Iterator[Problem]:
-    names = [source.name for source in data.sources]
+def _sources_have_names(
+    data: DataSection,
+    eval: EvalSection,  # noqa: A002
+    reward: RewardSection,
+) -> Iterator[Problem]:
+    names = [*(source.name for source in data.sources), *eval.data]
     there = f"there are: {', '.join(names)}" if names else "data.path has one source, whose rewards name none"
     for index, item in enumerate(reward.items):
         if item.source is not None and item.source not in names:
             hint = nearest(item.source, names, there)
-            yield ("reward", "fn", index, "source"), f"no source of data is called {item.source!r}; {hint}"
+            text = f"no source of data or evaluation is called {item.source!r}; {hint}"
+            yield ("reward", "fn", index, "source"), text
 
 
 def _staleness_is_safe(algorithm: Algorithm, train: TrainSection, asynchrony: AsynchronySection) -> Iterator[Problem]:

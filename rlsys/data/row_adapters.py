@@ -340,7 +340,7 @@ def _as_text(source: str, value: Json) -> str | None:
     return str(int(value) if isinstance(value, float) and float.is_integer(value) else value)
 
 
-def json_text(value: bool | list[Json] | dict[str, Json]) -> str:
+def json_text(value: Json) -> str:
     """Write a value as JSON, with sorted keys."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
 
@@ -368,7 +368,7 @@ def remedies(lacking: Mapping[Part, Sequence[Row]], layout: Layout, rows: Sequen
     """Yield proposals for missing columns. `lacking` are the rows without each part."""
     yield from (_remedy(part, layout, lacking[part], len(rows)) for part in PARTS if lacking[part])
     if any(lacking.values()):
-        yield "data.columns applies to training and to every set of eval.data: use one name for each part"
+        yield "data.columns applies to training and to evaluations; a set may have its own: {path: ..., columns: ...}"
         yield f"the columns of all rows: {', '.join(dict.fromkeys(column for row in rows for column in row))}"
 
 

@@ -71,7 +71,7 @@ def evaluate(
     keys = {"eval.samples": samples, "eval.temperature": temperature, "eval.limit": limit}
     overrides = [*config_overrides, *(_override(key, value) for key, value in keys.items() if value is not None)]
     if data is not None:
-        overrides += [_override("eval.data", None), _override("eval.data", data)]  # otherwise they would be merged
+        overrides += [_override("eval.data", data)]
     if is_run:
         _check_has_one_policy(run)
         preflight.check_code(run, run / CONFIG, overrides)
@@ -81,6 +81,9 @@ def evaluate(
         config = Config.load([], [*(_override(key, value) for key, value in needed.items()), *overrides])
         _check_target(config)
         preflight.check_model(config)
+    if data is not None:  # the run's own sets are read until here: rewards may name them
+        asked = {name: config.eval.data[name] for name in data}
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"data": asked})})
     if not config.eval.data:
         raise ConfigError("eval.data: there is nothing to evaluate on; give a file with --data [NAME=]PATH")
     config = preflight.with_absolute_paths(config)

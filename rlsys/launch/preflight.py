@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from pathlib import Path
+from typing import TypeVar
 
 from rlsys.algorithm import Column
 from rlsys.config import Config
 from rlsys.config.data_section import SourceSection
 from rlsys.config.loader import of_tree, texts_in
 from rlsys.config.policy_sections import PolicySection
+from rlsys.config.rows_section import RowsSection
 from rlsys.data.proposed_tasks import ProposedTasks
 from rlsys.data.row_adapters import Columns
 from rlsys.data.row_files import Place
@@ -29,6 +31,8 @@ from rlsys.launch.prompt_checks import check_prompts
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name
+
+AnyRows = TypeVar("AnyRows", bound=RowsSection)
 
 
 @dataclass(frozen=True)
@@ -168,17 +172,7 @@ def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
         name = source.name
         if source.is_proposed:
             continue
-        tasks = _tasks(key_of(name), source.path, data.columns if source.columns is None else source.columns)
-        parts[name] = [
-            replace(
-                task,
-                id=f"{name}/{task.id}",
-                source=name,
-                system=source.system,
-                template_kwargs={**source.template_kwargs, **task.template_kwargs},
-            )
-            for task in tasks
-        ]
+        parts[name] = [replace(task, id=f"{name}/{task.id}") for task in _tasks_of(key_of(name), name, source, config)]
     if isinstance(data.path, str):
         parts[""] = _tasks(key_of(""), data.path, data.columns)
     group_size, distribution = config.algorithm.group_size, config.rollout.distribution
@@ -242,10 +236,9 @@ def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
     """Tasks of every data set of `eval`. Raises `DataError` with every data set that cannot be read."""
     sets: dict[str, Sequence[Task]] = {}
     problems: list[str] = []
-    for name, path in config.eval.data.items():
+    for name, rows in config.eval.data.items():
         try:
-            tasks = _tasks(f"eval.data.{name}", path, config.data.columns)[: config.eval.limit]
-            sets[name] = [replace(task, source=name) for task in tasks]
+            sets[name] = _tasks_of(f"eval.data.{name}", name, rows, config)[: config.eval.limit]
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -253,6 +246,14 @@ def eval_sets(config: Config) -> dict[str, Sequence[Task]]:
     for name, tasks in sets.items():
         _check_rewards(f"eval.data.{name}", tasks, config, name)
     return sets
+
+
+def _tasks_of(key: str, name: str, rows: RowsSection, config: Config) -> list[Task]:
+    """Load the tasks of a source or an evaluation called `name`, with what its section says of their conversations."""
+    return [
+        replace(task, source=name, system=rows.system, template_kwargs={**rows.template_kwargs, **task.template_kwargs})
+        for task in _tasks(key, rows.path, config.data.columns if rows.columns is None else rows.columns)
+    ]
 
 
 def _tasks(key: str, path: str, columns: Columns) -> Sequence[Task]:
@@ -281,10 +282,10 @@ def with_absolute_paths(config: Config) -> Config:
         "reward": config.reward.with_absolute_paths(),
         "rollout": config.rollout.model_copy(update={"chat": config.rollout.chat.with_text()}),
         "data": config.data.model_copy(
-            update={"path": _absolute_place(path) if isinstance(path, str) else tuple(map(_with_absolute_source, path))}
+            update={"path": _absolute_place(path) if isinstance(path, str) else tuple(map(_with_absolute_rows, path))}
         ),
         "eval": config.eval.model_copy(
-            update={"data": {n: _absolute_place(path) for n, path in config.eval.data.items()}}
+            update={"data": {name: _with_absolute_rows(rows) for name, rows in config.eval.data.items()}}
         ),
     }
     for name, section in (("model", config.model), ("critic", config.critic), ("reference", config.reference)):
@@ -307,8 +308,9 @@ def _absolute_policy(policy: PolicySection) -> PolicySection:
     return PolicySection(policy.root | update)
 
 
-def _with_absolute_source(source: SourceSection) -> SourceSection:
-    return source if source.is_proposed else source.model_copy(update={"path": _absolute_place(source.path)})
+def _with_absolute_rows(rows: AnyRows) -> AnyRows:
+    is_proposed = isinstance(rows, SourceSection) and rows.is_proposed
+    return rows if is_proposed else rows.model_copy(update={"path": _absolute_place(rows.path)})
 
 
 def _absolute_folder(path: str) -> str:

@@ -618,7 +618,8 @@ def test_an_algorithm_knows_its_name():
 
 def test_evaluation_data_sets_are_named_explicitly_or_by_file(tmp_path: Path):
     def sets(data: str) -> dict[str, str]:
-        return Config.load(write(tmp_path, MINIMAL + f"eval: {{data: {data}}}\n")).eval.data
+        loaded = Config.load(write(tmp_path, MINIMAL + f"eval: {{data: {data}}}\n"))
+        return {name: rows.path for name, rows in loaded.eval.data.items()}
 
     assert sets("{held_out: a.jsonl, hard: b/c.parquet}") == {"held_out": "a.jsonl", "hard": "b/c.parquet"}
     assert sets("data/held_out.jsonl") == {"held_out": "data/held_out.jsonl"}

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
-from rlsys.launch.preflight import stream_of, training_tasks
+from rlsys.launch.preflight import eval_sets, stream_of, training_tasks
 from rlsys.rewards.reward_function import RewardInput, RewardSum
 
 NEEDED = ["run.steps=2", "model.path=m"]
@@ -137,3 +137,28 @@ def test_weights_that_follow_need_several_sources() -> None:
     with pytest.raises(ConfigError, match=r"curation\.source_weights: there is one source of data"):
         Config.load([], [*NEEDED, "data.path=a", "curation.source_weights=reward_std"])
     assert Config.load([], [*NEEDED, "data=[{path: a}, {path: b}]", "curation.source_weights=reward_std"])
+
+
+def test_each_evaluation_set_has_its_own_columns_system_message_and_reward(tmp_path: Path):
+    path = written(tmp_path, "a.jsonl", {"prompt": "2+3?", "answer": "5"})
+    written(tmp_path, "hard.jsonl", {"problem": "say hard", "id": "x"})
+    (tmp_path / "judge.py").write_text("def says(completion, source):\n    return float(completion == source)\n")
+    own = "columns: {prompt: problem}, system: Be brief., template_kwargs: {deep: true}"
+    config = load(
+        f"data.path={path}",
+        f"eval={{every: 1, data: {{same: {path}, hard: {{path: {tmp_path}/hard.jsonl, {own}}}}}}}",
+        f"reward.fn=[{{fn: exact}}, {{fn: {tmp_path}/judge.py:says, source: hard}}]",
+    )
+    (same,), (hard,) = eval_sets(config).values()
+    assert (same.prompt, same.system, same.template_kwargs) == ("2+3?", None, {})
+    assert (hard.prompt, hard.system, hard.template_kwargs) == ("say hard", "Be brief.", {"deep": True})
+    rewards, said = RewardSum(config.reward_functions), [RewardInput("5"), RewardInput("hard")]
+    assert [score.value for score in rewards.score(same, said)] == [1.0, 0.0]
+    assert [score.value for score in rewards.score(hard, said)] == [0.0, 1.0]
+
+
+def test_a_reward_of_a_source_that_there_is_not_is_refused(tmp_path: Path):
+    path = written(tmp_path, "a.jsonl", {"prompt": "2+3?", "answer": "5"})
+    sets = "eval={every: 1, data: {hard: h.jsonl}}"
+    with pytest.raises(ConfigError, match="no source of data or evaluation is called 'hadr'; did you mean `hard`"):
+        load(f"data.path={path}", sets, "reward.fn=[{fn: exact}, {fn: zero, source: hadr}]")

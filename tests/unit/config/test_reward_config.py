@@ -96,10 +96,13 @@ def test_a_model_has_a_path_and_no_place_of_its_own() -> None:
 def test_a_function_of_a_source_that_is_not_there_is_refused() -> None:
     own = "reward.fn=[{fn: math, source: sum}]"
     assert refusal("data.path=[{path: sums}, {path: b}]", own) == [
-        "reward.fn[0].source: no source of data is called 'sum'; did you mean `sums`?"
+        "reward.fn[0].source: no source of data or evaluation is called 'sum'; did you mean `sums`?"
     ]
     assert refusal(own) == [
-        "reward.fn[0].source: no source of data is called 'sum'; data.path has one source, whose rewards name none"
+        (
+            "reward.fn[0].source: no source of data or evaluation is called 'sum'; data.path has one source, whose "
+            "rewards name none"
+        )
     ]
 
 

@@ -224,7 +224,7 @@ def test_rows_of_no_form_are_listed_with_the_likeliest_column(tmp_path: Path):
         "  rows.jsonl:1: no `prompt`; the row has problem, solution",
         "  rows.jsonl:2: no `prompt`; the row has problem, level",
         f"  {looked}{{prompt: problem}}",
-        "  data.columns applies to training and to every set of eval.data: use one name for each part",
+        "  data.columns applies to training and to evaluations; a set may have its own: {path: ..., columns: ...}",
         "  the columns of all rows: problem, solution, level",
     ]
 
@@ -253,7 +253,7 @@ def test_a_file_keeps_its_prompts_in_one_column(tmp_path: Path):
         "  rows.jsonl:2: no `prompt`; the row has question",
         "  rows.jsonl:3: the row is a str, not an object with a `prompt`",
         "  looked for the prompt in prompt, where other rows have it; keep it in one column",
-        "  data.columns applies to training and to every set of eval.data: use one name for each part",
+        "  data.columns applies to training and to evaluations; a set may have its own: {path: ..., columns: ...}",
         "  the columns of all rows: prompt, question",
     ]
 

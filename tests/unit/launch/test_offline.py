@@ -47,9 +47,9 @@ def test_data_is_found_from_any_folder_and_hub_names_stay(tmp_path: Path):
     config = with_absolute_paths(Config.load([], [*NEEDED, f"data.path={here}/set#train", sets]))
     assert Path(path := str(config.data.path)).is_absolute()
     assert Path(path.removesuffix("#train")).samefile(tmp_path / "set")
-    assert Path(config.eval.data["a"]).is_absolute()
-    assert Path(config.eval.data["a"]).samefile(tmp_path / "rows.jsonl")
-    assert (config.eval.data["b"], config.eval.data["c"]) == ("org/name:main#test", f"{here}/gone.jsonl")
+    assert Path(config.eval.data["a"].path).is_absolute()
+    assert Path(config.eval.data["a"].path).samefile(tmp_path / "rows.jsonl")
+    assert (config.eval.data["b"].path, config.eval.data["c"].path) == ("org/name:main#test", f"{here}/gone.jsonl")
 
 
 def filling(folder: Path) -> None:
