@@ -79,13 +79,23 @@ def train(
 
     size = launch.parsed_size(gpu_memory) if gpu_memory is not None else None
     config = launch.with_device_defaults(launch.with_steps(config), size)
-    launch.look_up(config)
+    data = launch.look_up(config)
     rewards = launch.try_rewards(config)
     resources = plan_of(config)
     memory = launch.memory_plan(config, gpus=gpus, gpu_memory=gpu_memory) if launch.has_folders(config) else None
-    found = {"config": config.model_dump(mode="json"), "plan": asdict(resources), "memory": memory and memory.as_json()}
+    found = {
+        "config": config.model_dump(mode="json"),
+        "notes": data.notes,
+        "plan": asdict(resources),
+        "memory": memory and memory.as_json(),
+    }
     unknown = "memory: not planned, because no folder here has the model's config.json; `rlsys plan` fetches it"
-    lines = [*resources.lines(), *(tried.line() for tried in rewards), *(memory.lines() if memory else [unknown])]
+    lines = [
+        *data.notes,
+        *resources.lines(),
+        *(tried.line() for tried in rewards),
+        *(memory.lines() if memory else [unknown]),
+    ]
     _echo(found, [config.to_yaml(), *(f"# {line}" for line in lines)], as_json=as_json)
     if memory:
         memory.check()

@@ -95,8 +95,9 @@ class DataSection(Section):
     `reward_model.ground_truth`, `reward_spec.ground_truth`, `answer`, `ground_truth`, `solution` and `label`), and `id`
     (None: `id`, or a hash of the row). `a.b` addresses a key inside an object."""
     max_prompt_tokens: PositiveInt = 1024
-    """A task with a longer prompt is dropped and counted as `too_long`; later turns are bounded by
-    `rollout.max_context_tokens`."""
+    """Tasks with a longer prompt are left out; the first lines of a run say how many. Where a run cannot measure them
+    before it starts (the workflow builds the prompts, or the cluster is elsewhere), they are dropped as `too_long`.
+    Later turns are bounded by `rollout.max_context_tokens`."""
     shuffle: bool = True
     """Draw a new order every epoch (from `run.seed`), or keep the order of the file."""
     balance_by: str | None = None

@@ -6,7 +6,7 @@ stored: the task at any position is computed in constant time, so a stream can s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -83,15 +83,20 @@ class Tasks(Protocol):
 class TaskSource:
     """Endless source of tasks. Law: a source moved to a cursor continues exactly as the one that stopped there."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int, *, shuffle: bool = True) -> None:
-        """`shuffle=False` keeps the file's order in every epoch. Raises `DataError` without tasks."""
-        if not tasks:
+    def __init__(
+        self, tasks: Sequence[Task], seed: int, *, shuffle: bool = True, left_out: Collection[str] = ()
+    ) -> None:
+        """`shuffle=False` keeps the file's order in every epoch. Tasks whose ids are `left_out` keep their positions,
+        but are never drawn. Raises `DataError` without other tasks."""
+        num_left = sum(task.id not in left_out for task in tasks)
+        if not num_left:
             raise DataError("there is no task to train on")
-        self._tasks, self._seed, self._shuffle = tasks, seed, shuffle
-        self._cursor = Cursor()
+        self._tasks, self._seed, self._shuffle, self._left_out = tasks, seed, shuffle, left_out
+        self._num_left = num_left
+        self.seek(Cursor())
 
     def __len__(self) -> int:
-        """Number of tasks in one epoch."""
+        """Number of positions in one epoch."""
         return len(self._tasks)
 
     @property
@@ -105,12 +110,23 @@ class TaskSource:
         return self._cursor
 
     def next(self) -> Task:
-        """Return the task at the cursor, and advance the cursor."""
-        epoch, position = self._cursor.epoch, self._cursor.position
+        """Return the task at the cursor, and advance the cursor to the next task that is not left out."""
         task = self.at(self._cursor)
-        is_last = position + 1 == len(self)
-        self._cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, position + 1)
+        self._num_drawn += 1
+        self._advance()
         return task
+
+    def _advance(self) -> None:
+        """Move the cursor by one, and past what is left out."""
+        while True:
+            epoch, position = self._cursor.epoch, self._cursor.position
+            is_last = position + 1 == len(self)
+            self._cursor = Cursor(epoch + 1, 0) if is_last else Cursor(epoch, position + 1)
+            if not self._is_left_out(self._cursor):
+                return
+
+    def _is_left_out(self, cursor: Cursor) -> bool:
+        return bool(self._left_out) and self.at(cursor).id in self._left_out
 
     def at(self, cursor: Cursor) -> Task:
         """Return the task at any position of the stream; the cursor does not move."""
@@ -122,7 +138,7 @@ class TaskSource:
     @property
     def num_drawn(self) -> int:
         """Tasks drawn since the beginning."""
-        return self._cursor.epoch * len(self) + self._cursor.position
+        return self._num_drawn
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -130,9 +146,14 @@ class TaskSource:
         return []
 
     def seek(self, cursor: Cursor) -> None:
-        """Move to `cursor`. Raises `DataError` if it is outside the data."""
+        """Move to `cursor`, or to the next task that is not left out. Raises `DataError` if it is outside the data."""
         self._check_inside(cursor)
+        passed = range(cursor.position)
+        num_out = sum(self._is_left_out(Cursor(cursor.epoch, each)) for each in passed) if self._left_out else 0
+        self._num_drawn = cursor.epoch * self._num_left + len(passed) - num_out
         self._cursor = cursor
+        if self._is_left_out(cursor):
+            self._advance()
 
     def state(self) -> TasksState:
         """Return the state for a checkpoint."""

@@ -1,4 +1,5 @@
-"""Checks that passed before: a second start with the same model, tasks and settings does not import what they need.
+"""Checks that passed before, and the tasks that they left out: a second start with the same model, tasks and settings
+does not import what they need.
 
 Only checks that passed are remembered, by a hash of what they read, in `checks` under `XDG_CACHE_HOME`/rlsys, or
 `~/.cache/rlsys`. A model of the hub is checked at each start.
@@ -17,7 +18,7 @@ import orjson
 from rlsys.config import Config
 from rlsys.types import Task
 
-CHECKS = 1
+CHECKS = 2
 """Number of the checks: the next one whenever they find more than before."""
 MOST = 200
 """Checks that are remembered, the newest ones."""
@@ -49,19 +50,24 @@ class PassedChecks:
     @property
     def is_known(self) -> bool:
         """True if these checks have passed before."""
-        try:
-            return self._path is not None and self._path.is_file()
-        except OSError:
-            return False
+        return self.too_long is not None
 
-    def remember(self) -> None:
-        """Remember that they passed, if the folder can be written."""
+    @property
+    def too_long(self) -> frozenset[str] | None:
+        """Ids of the tasks that were found too long when the checks passed; None if they have not."""
+        try:
+            return frozenset(orjson.loads(self._path.read_bytes())) if self._path is not None else None
+        except (OSError, orjson.JSONDecodeError):
+            return None
+
+    def remember(self, too_long: Iterable[str] = ()) -> None:
+        """Remember that they passed, and which tasks are too long, if the folder can be written."""
         if self._path is None:
             return
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._path.touch()
+            self._path.write_bytes(orjson.dumps([*too_long]))
             for old in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-MOST]:
                 old.unlink()
         except OSError:

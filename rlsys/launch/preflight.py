@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
@@ -27,7 +27,7 @@ from rlsys.data.task_source import Tasks, TaskSource
 from rlsys.errors import ConfigError, DataError, ModelError
 from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.passed_checks import PassedChecks
-from rlsys.launch.prompt_checks import check_prompts
+from rlsys.launch.prompt_checks import check_prompts, too_long
 from rlsys.rewards.reward_function import RewardSum
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name
@@ -42,6 +42,8 @@ class Data:
     train: Tasks
     eval: Mapping[str, Sequence[Task]]
     """Tasks by data set; empty if training has no evaluation."""
+    notes: Sequence[str] = ()
+    """What the user should know of them: prompts that are left out."""
 
 
 def check_code(run: Path, config: Path, overrides: Sequence[str] = ()) -> None:
@@ -128,26 +130,57 @@ def look_up(config: Config) -> Data:
     for own in [config.of(name) for name in config.policies] or [config]:
         check_model(own)
         check_rows(own)
-    parts = training_tasks(config)
-    data = Data(stream_of(config, parts), eval_sets(config) if config.eval.every else {})
-    if config.ray_address is None:
-        texts = [(key_of(source), tasks) for source, tasks in parts.items()]
-        texts += [(f"eval.data.{name}", tasks) for name, tasks in data.eval.items()]
-        for own in [config.of(name) for name in config.policies] or [config]:
-            _check_texts(own, texts, is_trained=not config.policies or own in config.trained_policies.values())
-    return data
+    parts, sets = training_tasks(config), eval_sets(config) if config.eval.every else {}
+    left_out = check_texts(config, parts, sets)
+    return Data(stream_of(config, parts, left_out), sets, [*_left_out_lines(config, parts, left_out)])
 
 
-def _check_texts(config: Config, parts: Sequence[tuple[str, Sequence[Task]]], *, is_trained: bool) -> None:
-    """Check what a model reads, and whether it can be trained, unless that passed before."""
-    passed = PassedChecks(config, parts, is_trained=is_trained)
-    if passed.is_known:
-        return
-    for key, tasks in parts:
+def check_texts(
+    config: Config, parts: Mapping[str, Sequence[Task]], sets: Mapping[str, Sequence[Task]]
+) -> frozenset[str]:
+    """Check what the models of a run read, unless they are in another cluster. Returns the ids of the tasks that are
+    too long to train on.
+
+    Raises the `RlsysError` of what they cannot read, or of a model that cannot be trained.
+    """
+    if config.ray_address is not None:
+        return frozenset()
+    found = frozenset[str]()
+    for own in [config.of(name) for name in config.policies] or [config]:
+        is_trained = not config.policies or own in config.trained_policies.values()
+        found |= _check_texts(own, parts, sets, is_trained=is_trained)
+    return found
+
+
+def _check_texts(
+    config: Config,
+    parts: Mapping[str, Sequence[Task]],
+    sets: Mapping[str, Sequence[Task]],
+    *,
+    is_trained: bool,
+) -> frozenset[str]:
+    """Check what a model reads, and whether it can be trained, unless that passed before; see `check_texts`."""
+    trained = [(key_of(source), tasks) for source, tasks in parts.items()]
+    texts = [*trained, *((f"eval.data.{name}", tasks) for name, tasks in sets.items())]
+    passed = PassedChecks(config, texts, is_trained=is_trained)
+    if (known := passed.too_long) is not None:
+        return known
+    for key, tasks in texts:
         check_prompts(config, key, tasks)
     if is_trained:
         check_architectures(config)
-    passed.remember()
+    found = frozenset(task_id for key, tasks in trained for task_id in too_long(config, key, tasks))
+    passed.remember(sorted(found))
+    return found
+
+
+def _left_out_lines(config: Config, parts: Mapping[str, Sequence[Task]], left_out: Collection[str]) -> Iterator[str]:
+    for source, tasks in parts.items():
+        if num := sum(task.id in left_out for task in tasks):
+            yield (
+                f"{key_of(source)}: {num} of {len(tasks)} prompts are left out: they have more than "
+                f"data.max_prompt_tokens = {config.data.max_prompt_tokens} tokens, or no room for a reply"
+            )
 
 
 def with_steps(config: Config) -> Config:
@@ -158,7 +191,9 @@ def with_steps(config: Config) -> Config:
     if not config.run.epochs:
         return config
     ensure_not_shadowed()
-    tasks, per_step = sum(map(len, training_tasks(config).values())), config.train.groups_per_step
+    parts, per_step = training_tasks(config), config.train.groups_per_step
+    left_out = check_texts(config, parts, {})
+    tasks = sum(task.id not in left_out for own in parts.values() for task in own)
     tree = config.model_dump(mode="json")
     tree["run"] |= {"steps": math.ceil(config.run.epochs * tasks / per_step - 1e-9), "epochs": 0.0}
     return of_tree(Config, tree, f"run.epochs: {config.run.epochs:g} of {tasks} tasks, {per_step} a step")
@@ -187,15 +222,16 @@ def key_of(source: str) -> str:
     return f"data.path: {source}" if source else "data.path"
 
 
-def stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
-    """Stream of the tasks of each source in the shares and orders of the configuration.
+def stream_of(config: Config, parts: Mapping[str, Sequence[Task]], left_out: Collection[str] = ()) -> Tasks:
+    """Stream of the tasks of each source in the shares and orders of the configuration, but for those whose ids are
+    `left_out`.
 
     With `data.balance_by`, the tasks with each value of that column are a stream of their own, with an equal part of
     the weight of their source. Raises `DataError` if no task has the column.
     """
     data, seed = config.data, config.run.seed
     if not data.sources and data.balance_by is None:
-        return TaskSource(parts[""], seed, shuffle=data.shuffle)
+        return TaskSource(parts[""], seed, shuffle=data.shuffle, left_out=left_out)
     streams: dict[str, Source] = {}
     buckets: dict[str, list[str]] = {}
     """Names of the streams of each source."""
@@ -207,8 +243,9 @@ def stream_of(config: Config, parts: Mapping[str, Sequence[Task]]) -> Tasks:
             continue
         tasks = parts[source.name if data.sources else ""]
         is_shuffled = data.shuffle if source.shuffle is None else source.shuffle
-        split = {source.name: tasks} if data.balance_by is None else _buckets(tasks, data.balance_by, source.name)
-        streams |= {name: TaskSource(own, seed, shuffle=is_shuffled) for name, own in split.items()}
+        drawn = [task for task in tasks if task.id not in left_out]
+        split = {source.name: tasks} if data.balance_by is None else _buckets(drawn, data.balance_by, source.name)
+        streams |= {name: TaskSource(own, seed, shuffle=is_shuffled, left_out=left_out) for name, own in split.items()}
         buckets[source.name] = list(split)
     per_step = config.train.groups_per_step
     stages = data.weights_by_step or {0: {"tasks": 1.0}}

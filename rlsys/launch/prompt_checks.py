@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from workers.text.tokenizer import TextTokenizer
 
 NUM_MEASURED = 100
-"""Tasks whose prompts are measured."""
+"""Tasks whose prompts are rendered."""
 
 
 def check_prompts(config: Config, key: str, tasks: Sequence[Task]) -> None:
     """Load the tokenizer. If the workflow opens with the task's prompt, render the first tasks of `key` and one of each
     order of roles.
 
-    Raises `ModelError` for a model without a tokenizer, `DataError` for prompts that the chat template refuses, that it
-    would render a second time, or that are all too long.
+    Raises `ModelError` for a model without a tokenizer, `DataError` for prompts that the chat template refuses, or that
+    it would render a second time.
     """
     tokenizer = _tokenizer(config)
     if config.has_reference and config.reference.path is not None:
@@ -31,16 +31,30 @@ def check_prompts(config: Config, key: str, tasks: Sequence[Task]) -> None:
     if not config.rollout.workflow.opens_with_prompt:
         return
     first = tasks[:NUM_MEASURED]
-    lengths = [
-        len(_encode_prompt(tokenizer, key, task)) for task in [*first, *_of_new_roles(tasks[NUM_MEASURED:], first)]
-    ]
+    for task in [*first, *_of_new_roles(tasks[NUM_MEASURED:], first)]:
+        _encode_prompt(tokenizer, key, task)
     _check_rendered_once(tokenizer, key, tasks)
-    most = config.data.max_prompt_tokens
-    if min(lengths) > most:
+
+
+def too_long(config: Config, key: str, tasks: Sequence[Task]) -> list[str]:
+    """Ids of the tasks whose prompts a rollout would refuse for their length; none if the workflow does not open with
+    the prompt.
+
+    Raises `ModelError` for a model without a tokenizer, `DataError` for prompts that the chat template refuses, or if
+    all are too long.
+    """
+    if not config.rollout.workflow.opens_with_prompt:
+        return []
+    tokenizer, most = _tokenizer(config), min(config.data.max_prompt_tokens, config.max_context_tokens - 1)
+    found = [task.id for task in tasks if not tokenizer.fits(task, most)]
+    if len(found) == len(tasks):
+        lengths = [len(_encode_prompt(tokenizer, key, task)) for task in tasks[:NUM_MEASURED]]
         raise DataError(
-            f"{key}: the first {len(first)} prompts have {min(lengths)} to {max(lengths)} tokens, and "
-            f"data.max_prompt_tokens is {most}: all would be dropped; raise it"
+            f"{key}: the first {len(lengths)} prompts have {min(lengths)} to {max(lengths)} tokens, and none of all "
+            f"{len(tasks)} has at most {most} (data.max_prompt_tokens, or what rollout.max_context_tokens leaves): "
+            "raise it"
         )
+    return found
 
 
 def _tokenizer(config: Config) -> TextTokenizer:

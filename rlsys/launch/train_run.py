@@ -305,6 +305,8 @@ class TrainingJob:
             try:
                 with phase(self.events, "load_data"):
                     data = preflight.look_up(self.config)
+                for note in data.notes:
+                    self.events.emit(CautionRaised(note))
                 plan = plan_of(self.config)
                 with phase(self.events, "start_ray"):
                     num_cpus = preflight.local_cpus(self.config, plan.num_cpus)

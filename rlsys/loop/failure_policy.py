@@ -45,6 +45,9 @@ RECENT = 100
 """Number of last groups of which `limits.failed_share` may fail."""
 NEVER_A_SUCCESS = 16
 """Groups after which a run ends in which every group has failed."""
+MOST_TOO_LONG = 1000
+"""Groups after which a run ends if each was given up for the length of its task: where a run can measure prompts, it
+leaves such tasks out."""
 
 
 @dataclass
@@ -52,6 +55,8 @@ class RecentGroups:
     """Outcomes of the groups that were scored or given up last."""
 
     has_succeeded: bool = False
+    num_too_long: int = 0
+    """Groups that were given up for the length of their task, since one that was not."""
     _failed: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT - 1))
     """All but the one that is decided on."""
 
@@ -60,6 +65,7 @@ class RecentGroups:
         return sum(self._failed)
 
     def add(self, *, is_failed: bool) -> None:
+        self.num_too_long = 0
         self._failed.append(is_failed)
         self.has_succeeded = self.has_succeeded or not is_failed
 
@@ -89,10 +95,14 @@ class FailurePolicy:
             return None
         if isinstance(error, GroupExpired | WorkflowError) and attempt < self.limits.max_attempts:
             return None
-        if isinstance(error, TaskTooLong | NothingToTrain | GroupExpired | WorkflowError | EndpointDown):
+        if isinstance(error, TaskTooLong):
+            if recent is not None and recent.num_too_long + 1 >= MOST_TOO_LONG:
+                raise RunAborted(f"{MOST_TOO_LONG} groups one after the other were too long; the last: {error}")
+            return "too_long"
+        if isinstance(error, NothingToTrain | GroupExpired | WorkflowError | EndpointDown):
             if recent is not None:
                 self._check_share(recent, error)
-            return "too_long" if isinstance(error, TaskTooLong) else "failed"
+            return "failed"
         if isinstance(error, ZeroAdvantage):
             if num_zero_advantage + 1 < self.limits.max_zero_advantage_groups:
                 return "zero_advantage"
@@ -106,8 +116,8 @@ class FailurePolicy:
             raise RunAborted(f"each of the first {num_failed} groups failed; the last: {error}")
         if num_failed > share * RECENT:
             raise RunAborted(
-                f"{num_failed} of the last {RECENT} groups failed or were too long, more than limits.failed_share "
-                f"{share:g}; the last: {error}"
+                f"{num_failed} of the last {RECENT} groups failed, more than limits.failed_share {share:g}; "
+                f"the last: {error}"
             )
 
     def check_replaceable(self, failures: Sequence[WorkerError]) -> None:
@@ -205,7 +215,10 @@ class DroppedGroups:
         if isinstance(given_up.error, ZeroAdvantage):
             self.num_zero_advantage += 1
             self._warn(self.num_zero_advantage, 1, given_up.error)
-        self.recent.add(is_failed=not isinstance(given_up.error, ZeroAdvantage))
+        if isinstance(given_up.error, TaskTooLong):
+            self.recent.num_too_long += 1
+        else:
+            self.recent.add(is_failed=not isinstance(given_up.error, ZeroAdvantage))
         self.queue.drop(group, given_up.reason, str(given_up.error))
 
     def drop_step(self, groups: Sequence[InFlightGroup], error: ZeroAdvantage) -> None:

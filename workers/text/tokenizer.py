@@ -27,6 +27,8 @@ _CACHED_PROMPTS = 64
 """The episodes of a group share their prompt, and encode it at the same time."""
 _MIN_BYTES = 64
 """Least `TextTokenizer.bytes_per_token`: some tokenizers drop whitespace, or read an unknown word as one token."""
+_SPARE_TOKENS = 8
+"""Tokens that a tokenizer may add to those of a text, such as one for its beginning."""
 _OPENING = re.compile(r"(<(?:think|thinking|reasoning)>)\s*$")
 _OPENING_IDS = 16
 """Most tokens of an opening tag with the space after it."""
@@ -101,6 +103,16 @@ class TextTokenizer:
         if isinstance(task.prompt, str) and not self.has_chat_template:
             return self.encode(task.prompt)
         return self.encode(messages_of(task.prompt), task.chat_options(task.tools))
+
+    def fits(self, task: Task, most: int) -> bool:
+        """True if a task's prompt has at most `most` tokens. A text of fewer bytes is not tokenized for that."""
+        if isinstance(task.prompt, str) and not self.has_chat_template:
+            text = task.prompt
+        else:
+            text = self._template.render(messages_of(task.prompt), task.chat_options(task.tools))
+        if len(text.encode(errors="replace")) + len(self._start) + _SPARE_TOKENS <= most:
+            return True
+        return len(self.encode_task(task)) <= most
 
     def encode(self, prompt: Prompt, options: ChatOptions = NO_OPTIONS, *, most: int | None = None) -> tuple[int, ...]:
         """Encode the start of a context. Messages are rendered in the chat template with the assistant's turn opened;

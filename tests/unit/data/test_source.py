@@ -39,6 +39,28 @@ def test_every_epoch_offers_every_task_once(size: int, seed: int) -> None:
         assert Counter(drawn(source, size)) == Counter(t.id for t in tasks(size))
 
 
+@given(st.integers(1, 40), st.integers(0, 2**32), st.data())
+def test_what_is_left_out_is_never_drawn_and_all_else_in_the_same_order(
+    size: int, seed: int, data: st.DataObject
+) -> None:
+    left_out = data.draw(st.sets(st.integers(0, size - 1).map(str), max_size=size - 1))
+    whole, part = TaskSource(tasks(size), seed), TaskSource(tasks(size), seed, left_out=left_out)
+    expected = [task_id for task_id in drawn(whole, 3 * size) if task_id not in left_out]
+    before = data.draw(st.integers(0, len(expected)))
+    assert drawn(part, before) == expected[:before]
+    assert part.num_drawn == before
+    assert part.at(part.cursor).id not in left_out
+    resumed = TaskSource(tasks(size), seed, left_out=left_out)
+    resumed.seek(part.cursor)
+    assert resumed.num_drawn == before
+    assert drawn(resumed, len(expected) - before) == expected[before:]
+
+
+def test_a_source_of_which_everything_is_left_out_has_no_task() -> None:
+    with pytest.raises(DataError, match="there is no task to train on"):
+        TaskSource(tasks(2), seed=0, left_out={"0", "1"})
+
+
 def test_any_place_can_be_read_without_moving() -> None:
     source = TaskSource(tasks(10), seed=3)
     places = [(source.cursor, source.next().id) for _ in range(25)]

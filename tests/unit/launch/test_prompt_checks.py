@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.cli import app
+from rlsys.config import Config
 from rlsys.errors import DataError, ModelError, RlsysError
+from rlsys.launch.preflight import look_up, with_steps
 from tests.models import tiny_sorter
 
 STRICT = "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' }}{{ m.content }}{% endfor %}"
@@ -58,9 +60,24 @@ def test_messages_without_a_template_are_refused(tmp_path: Path):
 
 def test_prompts_that_are_all_too_long_are_refused(tmp_path: Path):
     error = dry_run(tmp_path, "123456789>", "1234567890>")
-    assert "the first 2 prompts have 10 to 11 tokens, and data.max_prompt_tokens is 8: all would be dropped" in str(
+    assert "the first 2 prompts have 10 to 11 tokens, and none of all 2 has at most 8 (data.max_prompt_tokens" in str(
         error
     )
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(model_path: Path, tmp_path: Path):
+    rows = [{"prompt": f"{10 ** (i % 10)}>", "answer": "1", "id": str(i)} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keys = ["run.epochs=1", f"model.path={model_path}", f"data={{path: {tmp_path}/rows.jsonl, max_prompt_tokens: 4}}"]
+    config = with_steps(Config.load([], [*keys, "train.groups_per_step=3", "reward.fn=exact"]))
+    assert config.run.steps == 4, "an epoch is 12 tasks"
+    for _ in range(2):  # measured, and remembered
+        data = look_up(config)
+        assert {data.train.next().id for _ in range(12)} == {str(i) for i in range(40) if i % 10 < 3}
+        (note,) = data.notes
+        assert note.startswith(
+            "data.path: 28 of 40 prompts are left out: they have more than data.max_prompt_tokens = 4"
+        )
 
 
 def test_a_text_that_is_rendered_already_is_refused(tmp_path: Path):

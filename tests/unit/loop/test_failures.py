@@ -21,7 +21,7 @@ from rlsys.errors import (
     WorkflowError,
     ZeroAdvantage,
 )
-from rlsys.loop.failure_policy import FailurePolicy, RecentGroups
+from rlsys.loop.failure_policy import MOST_TOO_LONG, FailurePolicy, RecentGroups
 
 POLICY = FailurePolicy(LimitsSection(max_attempts=3, failed_share=0.2, max_zero_advantage_groups=6))
 MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
@@ -78,17 +78,27 @@ def test_a_workflow_that_raises_is_attempted_again_and_then_dropped():
     assert [POLICY.decide(WORKFLOW, attempt, recent(0, 5)) for attempt in (1, 2, 3)] == [None, None, "failed"]
 
 
-@pytest.mark.parametrize("error", [*TASK, WORKFLOW], ids=name)
+@pytest.mark.parametrize("error", [TASK[1], WORKFLOW], ids=name)
 def test_too_large_a_share_of_failed_groups_ends_the_run(error):
-    message = f"21 of the last 100 groups failed or were too long, more than limits.failed_share 0.2; the last: {error}"
+    message = f"21 of the last 100 groups failed, more than limits.failed_share 0.2; the last: {error}"
     assert aborted(error, 3, recent(20, 60)) == message
     assert POLICY.decide(error, 3, recent(20, 99)), "the oldest failures are over"
 
 
-@pytest.mark.parametrize("error", [*TASK, WORKFLOW], ids=name)
+@pytest.mark.parametrize("error", [TASK[1], WORKFLOW], ids=name)
 def test_a_run_in_which_no_group_ever_succeeds_ends_soon(error):
     assert aborted(error, 3, recent(15, 0)) == f"each of the first 16 groups failed; the last: {error}"
     assert POLICY.decide(error, 3, recent(15, 1))
+
+
+def test_tasks_that_are_too_long_end_a_run_only_if_nothing_else_comes():
+    groups = recent(0, 0)
+    groups.num_too_long = MOST_TOO_LONG - 2
+    assert POLICY.decide(TASK[0], 1, groups) == "too_long"
+    groups.num_too_long += 1
+    assert aborted(TASK[0], 1, groups) == f"1000 groups one after the other were too long; the last: {TASK[0]}"
+    groups.add(is_failed=False)
+    assert POLICY.decide(TASK[0], 1, groups) == "too_long"
 
 
 def test_groups_without_advantages_are_dropped_up_to_the_limit():
