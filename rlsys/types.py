@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from math import isfinite
+from math import isclose, isfinite
 from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 from rlsys.errors import EndpointDown
@@ -554,6 +554,11 @@ class Score:
     """Scores of other trajectories of the episode that are judged, by index, see `Trajectory.is_judged`."""
     down: EndpointDown | None = None
     """Error of a server that did not answer, if that is the failure."""
+
+
+def is_success(reward: float, least: float) -> bool:
+    """True for a reward of `least` or more, but for rounding: 0.7 + 0.2 + 0.1 is less than 1."""
+    return reward >= least or isclose(reward, least, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _with_score(episode: EpisodeMeta, score: Score) -> EpisodeMeta:

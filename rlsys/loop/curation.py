@@ -31,7 +31,7 @@ from rlsys.config.curation_section import CurationSection, fewer
 from rlsys.contracts import Replacement
 from rlsys.errors import NothingToTrain, PayloadLost, ZeroAdvantage
 from rlsys.monitoring.events import EpisodeReplaced, Events
-from rlsys.types import EpisodeMeta, Group, PolicyVersion
+from rlsys.types import EpisodeMeta, Group, PolicyVersion, is_success
 from rlsys.util.deviation import deviation
 
 STD_GROUPS = 30
@@ -278,7 +278,7 @@ class Curation:
             del self._successes[task_id]
 
     def _is_success(self, reward: float) -> bool:
-        return reward >= self._success
+        return is_success(reward, self._success)
 
     # ---------------------------------------------------------------------------------------------------------- settle
 

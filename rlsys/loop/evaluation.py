@@ -21,8 +21,8 @@ from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.endpoints import Endpoints
 from rlsys.loop.failure_policy import FailurePolicy, GivenUp, Retries
 from rlsys.loop.rollout_writer import is_written
-from rlsys.monitoring.events import EvalDone, Events, FileSkipped, emit_busy, failures_in
-from rlsys.types import Assignment, Group, GroupKey, OutcomeKind, PolicyVersion, Task
+from rlsys.monitoring.events import CautionRaised, EvalDone, Events, FileSkipped, emit_busy, failures_in
+from rlsys.types import Assignment, Group, GroupKey, OutcomeKind, PolicyVersion, Task, is_success
 from rlsys.util.files import write_atomically
 from rlsys.util.regular_files import read_regular
 from rlsys.util.seeds import group_seed
@@ -121,7 +121,7 @@ def eval_metrics_of(groups: Sequence[Group], samples: int, pass_reward: float, n
         why = reasons[0] if reasons else f"{num_too_long} prompts are too long"
         raise RlsysError(f"no sample could be scored: {why}")
     means = [fmean(reward for reward, _ in task) for task in scored]
-    counts = [(len(task), sum(reward >= pass_reward for reward, _ in task)) for task in scored]
+    counts = [(len(task), sum(is_success(reward, pass_reward) for reward, _ in task)) for task in scored]
     episodes = [episode for task in scored for _, episode in task]
     num_samples = samples * len(groups)
     by_k = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in ks_up_to(samples)}
@@ -185,9 +185,24 @@ class Evaluator:
         """Return the metrics of what `sample` returned. Raises `RlsysError` if nothing could be scored."""
         groups = [group for group in sampled if group is not None]
         try:
-            return eval_metrics_of(groups, self.rules.samples, self.success, len(sampled) - len(groups))
+            metrics = eval_metrics_of(groups, self.rules.samples, self.success, len(sampled) - len(groups))
         except RlsysError as error:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
+        if not any(metrics.pass_at.values()):
+            self._doubt_success(dataset, [reward for group in groups for reward in group.rewards().values()])
+        return metrics
+
+    def _doubt_success(self, dataset: str, rewards: Sequence[float]) -> None:
+        """Say so if many samples, of which none passed, have the same greatest reward: there may be no greater."""
+        greatest = max(rewards)
+        num = sum(is_success(reward, greatest) for reward in rewards)
+        if greatest > 0 and num >= len(rewards) / 10:
+            self.events.emit(
+                CautionRaised(
+                    f"eval/{dataset}/pass@k counts no sample: the greatest reward is {greatest:.4g}, of {num} of "
+                    f"{len(rewards)} samples, and reward.success is {self.success:g}; lower it if that is a success"
+                )
+            )
 
     async def record(
         self, path: Path, dataset: str, version: PolicyVersion, sampled: Sequence[Group | None], record: Record

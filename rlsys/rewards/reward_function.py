@@ -63,6 +63,8 @@ logged values are discarded."""
 MODEL = "model"
 """Name of the reward model in metrics and failures; it is weighted and summed like a function."""
 NOT_APPLICABLE = Score(None, "not applicable")
+GREATEST = 1e30
+"""Greatest reward, also below 0: sums and squares of more would overflow, in single precision too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def total(scores: Sequence[Score]) -> Score:
     if failed := [score for score in applicable if score.value is None]:
         down = next((score.down for score in failed if score.down), None)
         return Score(None, "; ".join(score.failure for score in failed), down=down)
-    value = score_of(sum(score.value for score in applicable if score.value is not None))
+    value = score_of(math.fsum(score.value for score in applicable if score.value is not None))
     parts = {name: part for score in applicable for name, part in score.parts.items()}
     return Score(value.value, value.failure, parts)
 
@@ -439,8 +441,8 @@ def judged_agents(episodes: Sequence[Episode]) -> list[tuple[int, int]]:
 def score_of(value: object) -> Score:
     """Convert a return value to a score.
 
-    Any finite number is valid, also from NumPy or a one-element tensor. A dict contains the value as `score`; its other
-    finite numbers are parts of the score.
+    Any number up to `GREATEST` is valid, also from NumPy or a one-element tensor. A dict contains the value as `score`;
+    its other such numbers are parts of the score.
     """
     if isinstance(value, float):  # first, because asking for protocols takes longer
         return _finite(float(value))
@@ -466,7 +468,10 @@ def score_of(value: object) -> Score:
 
 
 def _finite(number: float) -> Score:
-    return Score(number) if math.isfinite(number) else Score(None, f"returned {number}")
+    if abs(number) <= GREATEST:
+        return Score(number)
+    too_large = f", whose size is more than {GREATEST:g}" if math.isfinite(number) else ""
+    return Score(None, f"returned {number:g}{too_large}")
 
 
 def scores_of_list(result: object, num_completions: int) -> list[Score]:

@@ -13,7 +13,7 @@ from rlsys.config.run_sections import LimitsSection
 from rlsys.errors import RlsysError, RunAborted, TaskTooLong, WeightsMismatch, first_of
 from rlsys.loop.evaluation import EvalMetrics, Evaluator
 from rlsys.loop.failure_policy import FailurePolicy
-from rlsys.monitoring.events import Events, WorkerFailed
+from rlsys.monitoring.events import CautionRaised, Events, WorkerFailed
 from rlsys.testing import EventRecorder, FakeRewards, FakeRollouts, FakeWorld, Fault, run_virtual, tasks
 from rlsys.types import Assignment, Group
 
@@ -82,6 +82,19 @@ def test_every_task_is_sampled_and_scored():
     assert (result.num_tasks, result.samples, result.mean) == (4, 2, 0.25)
     assert result.pass_at == {1: 0.25, 2: 0.5}
     assert (result.length_mean, result.truncated_frac, result.failed_frac) == (3, 0, 0)
+
+
+@pytest.mark.parametrize(("reward", "is_doubted"), [(0.62, True), (0.0, False), (1.0, False), (1 - 1e-12, False)])
+def test_a_success_that_no_reward_reaches_is_doubted(reward, is_doubted):
+    recorder = EventRecorder()
+    result = measured(FakeWorld(reward=lambda group_id, episode: reward), recorder=recorder)
+    assert result.pass_at[1] == float(reward > 0.9)
+    said = [event.sentence for event in recorder.of(CautionRaised)]
+    assert bool(said) == is_doubted
+    if is_doubted:
+        assert said[0].startswith(
+            "eval/held_out/pass@k counts no sample: the greatest reward is 0.62, of 8 of 8 samples"
+        )
 
 
 def test_overlong_prompts_are_counted_and_end_nothing():

@@ -28,7 +28,7 @@ from rlsys.rewards.reward_function import (
     weight_score,
 )
 from rlsys.rewards.reward_registry import BUILTIN
-from rlsys.types import Episode, Json, Score, Task, Trajectory, Turn, VersionSpan
+from rlsys.types import Episode, Json, Score, Task, Trajectory, Turn, VersionSpan, is_success
 
 TASK = Task(id="t1", prompt="Sort 312", answer="123", info={"level": "easy"})
 CHAT = Task(id="t2", prompt=({"role": "user", "content": "Sort 312"},), answer="123")
@@ -160,6 +160,8 @@ def test_a_function_says_itself_why_it_cannot_judge(scores) -> None:
         (torch.tensor([0.5]), Score(0.5)),
         (float("nan"), Score(None, "returned nan")),
         (float("-inf"), Score(None, "returned -inf")),
+        (-1.1e30, Score(None, "returned -1.1e+30, whose size is more than 1e+30")),
+        (1e30, Score(1e30)),
         ("1.0", Score(None, "returned '1.0' (str), not a number")),
         ([1.0], Score(None, "returned [1.0] (list), not a number")),
         (10**400, Score(None, f"returned {'1' + '0' * 56}... (int), not a number")),
@@ -466,8 +468,17 @@ def test_one_failure_fails_the_whole_and_says_which() -> None:
     assert total([weight_score(Score(1.0), "a", 1.0), failed, NOT_APPLICABLE]) == Score(None, "b: returned nan")
 
 
-def test_a_sum_that_overflows_is_no_reward() -> None:
-    assert total([Score(1.7e308), Score(1.7e308)]).failure == "returned inf"
+def test_a_sum_that_is_too_large_is_no_reward() -> None:
+    assert total([Score(9e29), Score(9e29)]).failure == "returned 1.8e+30, whose size is more than 1e+30"
+
+
+def test_weights_that_add_up_to_one_give_a_whole_success() -> None:
+    shares = [weight / 20 for weight in range(21)]
+    triples = [(a, b, round(1 - a - b, 9)) for a in shares for b in shares if a + b <= 1]
+    for weights in triples:
+        value = total([weight_score(Score(1.0), str(i), weight) for i, weight in enumerate(weights)]).value
+        assert value is not None and is_success(value, 1.0), weights
+    assert not is_success(1 - 1e-6, 1.0)
 
 
 @given(st.lists(st.tuples(st.none() | st.integers(-9, 9), st.integers(-3, 3)), min_size=1, max_size=5))
