@@ -83,6 +83,11 @@ class RewardItem(Section):
     args: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra arguments of the function by name; for a class, arguments of its constructor."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_name(cls, given: object) -> object:
+        return {"fn": given} if isinstance(given, str) else given
+
     @property
     def label(self) -> str:
         """`name`, or the default in its place."""
@@ -134,7 +139,7 @@ class RewardSection(Section):
 
     fn: Functions | None = None
     """Reward function: a built-in, `module:name`, or `path/to/file.py:name`. Or a list of them with weights, such as
-    `[{fn: exact}, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. Tasks
+    `[exact, {fn: my.py:fmt, weight: 0.2}]`: the reward is the weighted sum of those that apply. Tasks
     without any have `exact`, or `zero` if the algorithm uses no rewards."""
     success: float = 1.0
     """An episode with this reward or more is a success, for curation and for pass@k. An episode without a score counts
@@ -191,8 +196,6 @@ class RewardSection(Section):
             raise ValueError(
                 f"give one function, such as `exact`, or a list, such as [{{fn: exact}}] (got {short_repr(fn)})"
             )
-        items = [] if fn is None or isinstance(fn, str) else fn
-        refuse(((i,), f"write it as {{fn: {item}}}") for i, item in enumerate(items) if isinstance(item, str))
         return fn
 
     @field_validator("fn")

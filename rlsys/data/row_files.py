@@ -325,7 +325,7 @@ def _plain(row: object) -> object:
     plain: Row = {}
     for column, value in row.items():
         try:
-            plain[column] = _without_filled(orjson.loads(orjson.dumps(value, default=_text)))
+            plain[column] = without_filled(orjson.loads(orjson.dumps(value, default=_text)))
         except orjson.JSONEncodeError as error:
             return RowProblem(f"`{column}`: {error.__cause__ or error}; remove the column")
     return with_info_parsed(plain)
@@ -337,10 +337,10 @@ def _text(value: object) -> str:
     raise TypeError(f"JSON has no form for a value of type {type(value).__name__}")
 
 
-def _without_filled(value: Json) -> Json:
+def without_filled(value: Json) -> Json:
     """Remove the nulls that columnar files write where one message or tool has no key that another has."""
     if isinstance(value, dict):
-        return {key: _without_filled(inner) for key, inner in value.items()}
+        return {key: without_filled(inner) for key, inner in value.items()}
     if isinstance(value, list):
         objects = [each for each in value if isinstance(each, dict) and _CHAT.intersection(each)]
         return [without_nulls(each) for each in objects] if len(objects) == len(value) else value

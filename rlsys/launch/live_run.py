@@ -23,6 +23,7 @@ from rlsys.agents.agent import Policy
 from rlsys.agents.workflow import SingleTurn
 from rlsys.config import Config
 from rlsys.config.loader import of_tree
+from rlsys.data.row_files import without_filled
 from rlsys.errors import DataError, Interrupted
 from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.notebook_chart import ChartSink, is_notebook
@@ -189,19 +190,23 @@ def with_given(config: Config, *, reward: RewardGiven | None, data: Rows | None,
 def _functions(reward: RewardGiven) -> str | list[dict[str, str]]:
     if isinstance(reward, str) or callable(reward):
         return reward if isinstance(reward, str) else give(reward)
-    return [{"fn": each if isinstance(each, str) else give(each)} for each in reward]
+    specs: list[str] = []
+    for each in reward:
+        specs.append(each if isinstance(each, str) else give(each, specs))
+    return [{"fn": spec} for spec in specs]
 
 
 def saved_rows(config: Config, rows: Rows) -> Path:
     """Write rows to a file below `run.folder`, named after their content, and return it. Raises `DataError`."""
     lines: list[bytes] = []
+    is_columnar = hasattr(rows, "column_names")  # a data set of the `datasets` library, which is not imported here
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(
                 f"data: row {number} is {row!r}; give dictionaries, such as {{'prompt': '2+3?', 'answer': '5'}}"
             )
         try:
-            lines.append(orjson.dumps(dict(row)))
+            lines.append(orjson.dumps(without_filled(dict(row)) if is_columnar else dict(row)))
         except orjson.JSONEncodeError as error:
             raise DataError(f"data: row {number} cannot be saved as JSON: {error}; give plain values") from error
     if not lines:

@@ -13,7 +13,7 @@ from statistics import fmean
 from rlsys.batch.packing import mean_staleness
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import StepResult, merge_metrics
-from rlsys.monitoring.events import Events, emit_busy
+from rlsys.monitoring.events import CautionRaised, Events, emit_busy
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
 from rlsys.types import Busy, Group, OutcomeKind, PolicyVersion
 from rlsys.util.deviation import deviation
@@ -32,6 +32,30 @@ ACTIVITY_OF = {
 """Phase of a step in which a worker is busy -> its activity, one of `rlsys.monitoring.events.ACTIVITIES`."""
 
 
+MOST_PARTS = 100
+
+
+class PartNames:
+    """Names of the parts of rewards that are metrics: the first `MOST_PARTS` of a run."""
+
+    def __init__(self, events: Events) -> None:
+        """`events` receives a caution once there are more."""
+        self._events = events
+        self._known: set[str] = set()
+        self._has_told = False
+
+    def is_kept(self, name: str) -> bool:
+        """True for a name that was known, or that there is room for."""
+        if name in self._known or len(self._known) < MOST_PARTS:
+            self._known.add(name)
+            return True
+        if not self._has_told:
+            self._has_told = True
+            text = f"reward functions return more than {MOST_PARTS} names: metrics have the first, and not {name!r}"
+            self._events.emit(CautionRaised(text))
+        return False
+
+
 class StepClock:
     """Seconds by phase since the last step, on the event loop's clock (virtual in simulations), and offered
     rollouts."""
@@ -39,6 +63,7 @@ class StepClock:
     def __init__(self, events: Events | None = None) -> None:
         """`events` receives busy times (None: no events)."""
         self._events = events or Events()
+        self.part_names = PartNames(self._events)
         self._spans: dict[str, float] = defaultdict(float)
         self._busy: dict[str, list[Busy]] = defaultdict(list)
         self._offered_lengths: list[int] = []
@@ -136,7 +161,7 @@ def step_metrics(result: StepResult, version: PolicyVersion, queue: GroupQueue, 
         "perf/samples_per_s": result.num_episodes / seconds,
     }
     truncated = [t.outcome.kind is OutcomeKind.TRUNCATED for g in groups for _, t in g.trajectories()]
-    own = {**_rewards(groups), **_distribution("completions/length", _lengths_of(groups))}
+    own = {**_rewards(groups, clock.part_names), **_distribution("completions/length", _lengths_of(groups))}
     own |= {"completions/truncated_frac": fmean(truncated), **_staleness(groups, version, queue)}
     if differences := [a.difference for group in groups for a in group.weights if a.difference is not None]:
         own["sampler/probe_diff"] = max(differences)
@@ -144,7 +169,7 @@ def step_metrics(result: StepResult, version: PolicyVersion, queue: GroupQueue, 
     return merge_metrics(own, times, speeds, result.stats.metrics)
 
 
-def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+def _rewards(groups: Sequence[Group], names: PartNames) -> dict[str, float]:
     by_group = [_rewards_of(group) for group in groups]
     rewards = [r for group in by_group for r in group]
     compared = [group for group in by_group if len(group) > 1]
@@ -152,7 +177,8 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         for (_, place), trajectory in group.everyone():
             for part, value in trajectory.parts.items() if not place else ():
-                by_part[part].append(value)
+                if names.is_kept(part):
+                    by_part[part].append(value)
     by_source: dict[str, list[float]] = defaultdict(list)
     failed_by: dict[str, list[bool]] = defaultdict(list)
     for group, own in zip(groups, by_group, strict=True):

@@ -6,7 +6,8 @@ run that is resumed must be given it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 import cloudpickle
 
@@ -16,17 +17,27 @@ PREFIX = "given:"
 _given: dict[str, Callable[..., object]] = {}
 
 
-def give(function: Callable[..., object]) -> str:
-    """Register a function under its name, and return its name in a configuration. A later function of the same name
-    replaces it. Raises `ConfigError` for a value that cannot be called, or has no name."""
-    name = getattr(function, "__name__", "")
-    if not callable(function) or not name.isidentifier():
+def give(function: Callable[..., object], taken: Collection[str] = ()) -> str:
+    """Register a function, a lambda, a partial, a method or an instance, and return its name in a configuration, which
+    is none of `taken`. A later function of the same name replaces it. Raises `ConfigError` for a value that cannot be
+    called."""
+    if not callable(function):
         raise ConfigError(
-            f"reward: {function!r} is no function with a name: define it with `def`, or give the name of one, such as "
-            "`exact` or `module:name`"
+            f"reward: {function!r} is no function: give one, or the name of one, such as `exact` or `module:name`"
         )
+    base = _name_of(function)
+    names = (base, *(f"{base}_{number}" for number in range(2, len(taken) + 3)))
+    name = next(name for name in names if f"{PREFIX}{name}" not in taken)
     _given[name] = function
     return f"{PREFIX}{name}"
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    """Return the name of what is called: of a function, of that of a partial, of the class of an instance."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name.isidentifier() else "reward"
 
 
 def code_of(spec: str) -> bytes | None:

@@ -25,6 +25,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Self, SupportsFloat
 
@@ -331,6 +332,8 @@ def _parameters(spec: str, function: Callable[..., object]) -> list[inspect.Para
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError as error:
         raise ConfigError(f"reward {spec!r}: it does not tell the names of its arguments") from error
+    bound = function.keywords if isinstance(function, partial) else {}
+    parameters = [p for p in parameters if p.name not in bound]
     unnamed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
     if unnamed:
         raise ConfigError(f"reward {spec!r}: arguments are passed by name, which {', '.join(unnamed)} cannot be")

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from xxhash import xxh3_64_hexdigest
+
 from rlsys.errors import ConfigError
 from rlsys.util.importing import import_from_here
 
@@ -33,6 +35,9 @@ JUDGE_TIMEOUT_S = 50.0
 SERVER = "http"
 SERVER_TIMEOUT_S = 30.0
 """Default deadline of a request of `http`, seconds."""
+
+_beside: list[str] = []
+"""Folders of the files that were imported, which are at the end of the search path; that of the last one first."""
 
 BUILTIN: Mapping[str, ReadyMade] = {
     "exact": ReadyMade("rlsys.rewards.text_rewards", "exact"),
@@ -68,7 +73,7 @@ def find(spec: str) -> Callable[..., object]:
         raise ConfigError(f"reward {spec!r}: {hint}give {', '.join(BUILTIN)}, `module:name` or `path/file.py:name`")
     import_from_here()
     try:
-        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"reward {spec!r}: cannot import {place}: {describe_error(error)}") from error
     function = getattr(module, name, None)
@@ -96,13 +101,30 @@ def _is_import(file: str) -> bool:
     return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
 
 
-def _module_of_file(path: Path) -> ModuleType:
+def module_of_file(path: Path) -> ModuleType:
+    """Import a file, which may import what lies beside it. Raises whatever it raises, and `FileNotFoundError`."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file (looked in {Path.cwd()})")
-    name = f"rlsys_reward_{path.stem}"
+    file = path.resolve()
+    name = f"rlsys_reward_{path.stem}_{xxh3_64_hexdigest(bytes(file))}"
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")
+    _look_beside(file)
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _look_beside(file: Path) -> None:
+    """Look modules up in the folder of a file too from now on, after all others, but before those of other files.
+
+    Modules of the same names beside other files stay theirs, and are no longer found by name.
+    """
+    folder = str(file.parent)
+    others = [other for other in _beside if other != folder]
+    sys.path[:] = [place for place in sys.path if place not in _beside] + [folder, *others]
+    _beside[:] = [folder, *others]
+    for name, module in list(sys.modules.items()):
+        if any(Path(other, f"{name}.py") == Path(getattr(module, "__file__", None) or "") for other in others):
+            del sys.modules[name]

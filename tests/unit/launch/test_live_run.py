@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,36 @@ def test_a_function_is_called_with_what_it_asks_for(config: Config):
     assert RewardSum(chosen.reward.functions).score(task, [RewardInput("5")])[0].value == 7.0
 
 
+def test_what_can_be_called_is_a_reward(config: Config):
+    class Judge:
+        def __call__(self, completion, answer):
+            return 10.0 * (completion == answer)
+
+        def strict(self, completion, answer):
+            return 100.0 * (completion == answer)
+
+    def scaled(completion, answer, factor=1.0):
+        return factor * (completion == answer)
+
+    whole = [partial(scaled, factor=2.0), Judge(), Judge().strict, lambda completion: 1000.0, lambda answer: 1e4]
+    chosen = given(config, reward=[*whole, partial(scaled, factor=1e5)])
+    names = ["scaled", "Judge", "strict", "reward", "reward_2", "scaled_2"]
+    assert [spec.name for spec in chosen.reward.functions] == names
+    task = Task(id="t", prompt="2+3?", answer="5", info={"factor": 7.0})
+    assert RewardSum(chosen.reward.functions).score(task, [RewardInput("5")])[0].value == 111112.0
+
+
+def test_rows_of_a_data_set_have_no_nulls_of_other_rows(config: Config):
+    def row(**arguments: str) -> dict[str, object]:
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        return {"prompt": [{"role": "user", "content": "a"}, call]}
+
+    rows = [row(city="Rome"), row(sum="3")]
+    assert load_tasks(str(given(config, data=Dataset.from_list(rows)).data.path)) == load_tasks(
+        str(given(config, data=rows).data.path)
+    )
+
+
 def test_a_configuration_with_a_given_function_loads_elsewhere_and_says_what_is_missing(config: Config):
     shown = Config.load([], ["run.steps=2", "model.path=m", "data.path=none", "reward.fn=given:gone"])
     with pytest.raises(ConfigError, match=r"reward\.fn: given:gone was a function of a Python program.*reward=gone"):
@@ -67,8 +98,8 @@ def test_a_configuration_with_a_given_function_loads_elsewhere_and_says_what_is_
 
 
 def test_what_is_no_function_is_refused(config: Config):
-    with pytest.raises(ConfigError, match="is no function with a name: define it with `def`"):
-        given(config, reward=lambda completion: 1.0)
+    with pytest.raises(ConfigError, match=r"reward: 3 is no function: give one, or the name of one"):
+        given(config, reward=[3])  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ConfigError, match=r"no reward function is named 'exactt'; did you mean"):
         given(config, reward="exactt")
 

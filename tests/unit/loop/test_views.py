@@ -10,7 +10,8 @@ from algorithms.grpo import GRPO
 from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import NothingToTrain, ZeroAdvantage
 from rlsys.loop.curation import check_teaches
-from rlsys.loop.step_metrics import _rewards
+from rlsys.loop.step_metrics import PartNames, _rewards
+from rlsys.monitoring.events import Events
 from rlsys.types import Episode, Group, GroupKey, Score, Trajectory, Turn, VersionSpan, failed
 
 
@@ -47,11 +48,11 @@ def test_unrewarded_agents_take_the_advantage_of_another_policys_root():
 
 def test_reported_rewards_are_those_of_the_policy_or_root():
     team = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(0.0)))
-    assert _rewards([team])["reward/mean"] == 0.5
+    assert _rewards([team], PartNames(Events()))["reward/mean"] == 0.5
     rewarded = (PAIR[0], said("helper", 2, reward=3.0))
     own = view("helper", rewarded, rewarded).with_scores((Score(1.0), Score(0.0)))
-    assert _rewards([own])["reward/mean"] == 3.0
-    assert _rewards([replace(own, policy="lead")])["reward/mean"] == 0.5
+    assert _rewards([own], PartNames(Events()))["reward/mean"] == 3.0
+    assert _rewards([replace(own, policy="lead")], PartNames(Events()))["reward/mean"] == 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

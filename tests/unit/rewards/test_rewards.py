@@ -407,6 +407,17 @@ def test_specs_that_name_nothing_are_refused(tmp_path: Path) -> None:
     assert "has no function judge; it has first, second" in refusal(f"{tmp_path}/judges.py:judge")
 
 
+def test_a_file_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    for name, value in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "near_by_helper.py").write_text(f"VALUE = {value}\n")
+        (tmp_path / name / "json.py").write_text("raise RuntimeError('it hides an installed module')\n")
+        source = "import json\nfrom near_by_helper import VALUE\ndef judge(): return VALUE\n"
+        (tmp_path / name / "judges.py").write_text(source)
+    functions = [RewardFunction.load(f"{tmp_path}/{name}/judges.py:judge") for name in "ab"]
+    assert [function.scores(function.begin(TASK, [RewardInput("")]), 1)[0].value for function in functions] == [1, 2]
+
+
 def test_import_errors_of_user_files_have_their_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import math\nx = (\n")
     (tmp_path / "lacking.py").write_text("\nimport no_such_module\n")
