@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, JsonValue
 
-from rlsys.config.section import Section
+from rlsys.config.section import PathText, Section
 from rlsys.errors import ConfigError
 
 NO_TEMPLATE = "none"
@@ -20,7 +20,7 @@ class ChatSection(Section):
     system: str | None = None
     """System message of conversations that do not begin with one; None: none. It joins the first message where the
     template knows no role `system`."""
-    template: str | None = Field(None, min_length=1)
+    template: PathText | None = None
     """File with a Jinja chat template, instead of the tokenizer's. `none`: no template, so that prompts are plain text,
     which the tokenizer's start token opens."""
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)

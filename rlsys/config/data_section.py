@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from rlsys.config.config_problems import Problem, refuse, union_tag
-from rlsys.config.rows_section import DataPath, RowsSection, dataset_name
-from rlsys.config.section import Section
+from rlsys.config.rows_section import RowsSection, dataset_name
+from rlsys.config.section import PathText, Section
 from rlsys.data.row_adapters import Columns
 
 PROPOSED = "proposed"
@@ -41,7 +41,7 @@ Weights = Annotated[
 class SourceSection(RowsSection):
     """One of several sources of training tasks."""
 
-    path: DataPath
+    path: PathText
     """As a `data.path` of one file. `proposed`: tasks that episodes of this run propose (`Session.propose`); nothing is
     drawn until there is one."""
     name: str = Field("", pattern=r"^[\w.-]*$")
@@ -76,7 +76,7 @@ class SourceSection(RowsSection):
 
 _ONE, _SEVERAL = union_tag("one"), union_tag("several")
 Paths = Annotated[
-    Annotated[DataPath, Tag(_ONE)] | Annotated[tuple[SourceSection, ...], Field(min_length=1), Tag(_SEVERAL)],
+    Annotated[PathText, Tag(_ONE)] | Annotated[tuple[SourceSection, ...], Field(min_length=1), Tag(_SEVERAL)],
     Discriminator(lambda value: _SEVERAL if isinstance(value, list | tuple) else _ONE),
 ]
 

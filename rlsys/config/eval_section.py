@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from rlsys.config.config_problems import Problem, refuse
-from rlsys.config.rows_section import DataPath, RowsSection, dataset_name
-from rlsys.config.section import Section
+from rlsys.config.rows_section import RowsSection, dataset_name
+from rlsys.config.section import PathText, Section
 from rlsys.errors import ConfigError
 from rlsys.util.number_ranges import Count, ManyFrom1
 
@@ -58,7 +58,7 @@ def _well_named(data: dict[str, RowsSection]) -> dict[str, RowsSection]:
 
 DataSets = Annotated[
     dict[str, RowsSection],
-    BeforeValidator(_datasets_by_name, json_schema_input_type=dict[str, RowsSection | DataPath] | DataPath | None),
+    BeforeValidator(_datasets_by_name, json_schema_input_type=dict[str, RowsSection | PathText] | PathText | None),
     AfterValidator(_well_named),
 ]
 

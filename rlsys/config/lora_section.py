@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat
 
-from rlsys.config.section import Section
+from rlsys.config.section import PathText, Section
 
 LayerName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")]
 
@@ -26,6 +26,6 @@ class LoraSection(Section):
     targets: Annotated[list[LayerName], Field(min_length=1)] | None = None
     """Adapted layers, by the ends of their names: `[q_proj, v_proj]`. None: all linear layers except the output
     matrix."""
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: PathText | None = None
     """Folder of an adapter as `peft` writes it, from which the policy's adapter starts. Its rank, alpha and layers must
     be those set here. None: the adapter starts without effect. The reference is always the model without an adapter."""

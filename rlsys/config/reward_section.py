@@ -30,7 +30,7 @@ from rlsys.config.config_problems import (
     short_repr,
     union_tag,
 )
-from rlsys.config.section import Section
+from rlsys.config.section import PathText, Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S, SERVER, SERVER_TIMEOUT_S
@@ -50,13 +50,13 @@ def _check_name(spec: str) -> str:
     return spec
 
 
-FunctionSpec = Annotated[str, AfterValidator(_check_name)]
+FunctionSpec = Annotated[PathText, AfterValidator(_check_name)]
 
 
 class RewardModelSection(Section):
     """Arguments of `model`, a classifier with one label that scores every episode in the reward workers."""
 
-    path: str = Field(min_length=1)
+    path: PathText
     """Folder of a Hugging Face sequence classifier with its tokenizer, or `org/name` on the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
@@ -99,11 +99,12 @@ class RewardItem(Section):
             text = "the reward model scores every episode under its own name: leave this out"
             refuse(((key,), text) for key in ("name", "source", "given") if getattr(self, key) is not None)
             try:
-                RewardModelSection.model_validate(self.args)
+                path = RewardModelSection.model_validate(self.args).path
             except ValidationError as error:
                 has = f"unknown key; it has: {', '.join(RewardModelSection.model_fields)}"
                 problems = ((at, has if text == UNKNOWN else text) for at, text in problems_in(error))
                 raise nest_problems([(("args", *at), text) for at, text in problems]) from None
+            return self.model_copy(update={"args": {**self.args, "path": path}})
         return self
 
 

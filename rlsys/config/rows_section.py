@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from rlsys.config.section import Section
+from rlsys.config.section import PathText, Section
 from rlsys.data.row_adapters import Columns
-
-DataPath = Annotated[str, Field(min_length=1)]
 
 
 class RowsSection(Section):
     """Where rows are, and how conversations about them begin."""
 
-    path: DataPath
+    path: PathText
     """As a `data.path` of one file."""
     columns: Columns | None = None
     """Column names of these rows; None: `data.columns`."""

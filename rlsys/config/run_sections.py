@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from rlsys.config.config_problems import Problem, nearest, refuse, short_repr, union_tag
 from rlsys.config.eval_section import EvalSection
-from rlsys.config.section import Section
+from rlsys.config.section import Folder, PathText, Section
 from rlsys.monitoring.alert_rules import RULES
 from rlsys.util.number_ranges import Count, CountFrom0, Fraction, Seconds, SecondsFrom0
 
@@ -41,7 +41,7 @@ class RunSection(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
     """Name of the run; its directory is `folder/name`."""
-    folder: Path = Path("runs")
+    folder: Folder = Path("runs")
     """Parent folder of run directories."""
     seed: NonNegativeInt = 0
     """Root of every random stream: task order and sampling. The same seed and configuration give the same run."""
@@ -50,7 +50,7 @@ class RunSection(Section):
     epochs: NonNegativeFloat = 0.0
     """Passes over the tasks of all sources, instead of `steps`: `epochs` * tasks / `train.groups_per_step` steps,
     rounded up. A task that is dropped is drawn, and fills no step."""
-    resume: Annotated[str, AfterValidator(_resume)] = "never"
+    resume: Annotated[PathText, AfterValidator(_resume)] = "never"
     """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, or its
     copy (`checkpoint.copy_to`), else start. must: resume, or fail. A folder: start a new run from the latest checkpoint
     of the run in that folder. A URL: the same, from the copies of that run, `COPY_TO/NAME`."""
@@ -66,7 +66,7 @@ class RunSection(Section):
 class ModelSection(Section):
     """The trained policy."""
 
-    path: str = Field(min_length=1)
+    path: PathText
     """Folder of a Hugging Face causal language model with its tokenizer, or `org/name` on the hub."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy. None: bfloat16 if

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Annotated
+
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
 
 from rlsys.config.config_problems import problems_of_value, refuse
+
+
+def at_home(text: str) -> str:
+    """Write a path below the home directory out, if it begins with `~`."""
+    return os.path.expanduser(text)  # noqa: PTH111  (a `Path` would change hub names and URLs)
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(at_home)]
+"""Path, or what may be one: a hub name or a URL."""
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class Section(BaseModel):

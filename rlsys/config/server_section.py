@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rlsys.config.section import Section
+from rlsys.config.section import PathText, Section
 
 
 def _plain(url: str) -> str:
@@ -28,6 +28,6 @@ class ServerSection(Section):
     """Addresses, one for each of `rollout.replicas`, then one for each of `eval.replicas` if `eval.every` is set."""
     api_key_env: str | None = None
     """Environment variable with the key of the servers; None: they ask for none."""
-    folder: str = "/dev/shm"
+    folder: PathText = "/dev/shm"
     """Folder that the replicas share with the servers, with room for the weights of each: a new version goes there as a
     safetensors file, which only this user can read, until the server has it. `/dev/shm` serves on one machine."""

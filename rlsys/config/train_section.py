@@ -17,7 +17,7 @@ from pydantic import (
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.section import Section
+from rlsys.config.section import PathText, Section
 from rlsys.util.number_ranges import Count, Fraction, ManyFrom1
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -124,7 +124,7 @@ class ReferenceSection(Section):
     """Frozen model, the initial one or a teacher. It runs only where the algorithm asks for it, and the initial model
     not with `train.lora`: there the ranks of the actor compute its columns, without the adapter."""
 
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: PathText | None = None
     """Another model, such as the teacher of `distill`: a folder or `org/name` on the hub, with the vocabulary of the
     policy. None: `model.path`."""
 
@@ -132,7 +132,7 @@ class ReferenceSection(Section):
 class CriticSection(Section):
     """Value model; runs only if the algorithm needs values, on ranks in the same mesh as those of the policy."""
 
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: PathText | None = None
     """Initial model, a folder or `org/name` on the hub; None: `model.path`."""
     lr: PositiveFloat | None = None
     """Peak learning rate, with the schedule of the policy. None: ten times `train.lr`, as its head starts at 0."""

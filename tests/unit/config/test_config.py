@@ -752,3 +752,23 @@ def test_a_lead_and_subagents_weigh_the_same_unless_said_otherwise() -> None:
     assert over(lead, "algorithm.type=aipo") == "agents"
     assert over(lead, "algorithm.over=tokens") == over() == "tokens"
     assert over(lead, "algorithm.type=dr_grpo") == "budget"
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = [
+        "run.folder=~/runs",
+        "run.resume=~/runs/old",
+        "run.steps=1",
+        "model.path=~/m",
+        "data.path=~/a.jsonl",
+        "eval={every: 1, data: {held_out: ~/b.jsonl}}",
+        "reward.fn=[~/my.py:judge, {fn: model, args: {path: ~/rm}}]",
+        "rollout.chat.template=~/chat.jinja",
+        "critic.path=~/c",
+        "reference.path=~/r",
+        "train.lora={path: ~/adapter}",
+    ]
+    text = Config.load([], keys).to_yaml()
+    assert "~" not in text
+    assert text.count(f"{tmp_path}/") == len(keys)
