@@ -237,13 +237,14 @@ def _toml(path: Path, text: str) -> Layer:
 
 
 def _override(text: str) -> Layer:
-    """Parse one `a.b=value`, also written `--a.b=value`; the value is YAML."""
+    """Parse one `a.b=value`, also written `--a.b=value`; the value is YAML without comments."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals or not all(key.split(".")):
         where = f"command line: {without_credentials(text)!r}"
         raise ConfigError(f"{where} is not of the form section.key=value")
     try:
-        tree, _ = _tree_of(value)
+        is_plain = value.lstrip()[:1] not in ("[", "{", '"', "'")
+        tree = value if is_plain and re.search(r"(^|\s)#", value) else _tree_of(value)[0]
     except _NotYaml as error:
         where = f"command line: {without_credentials(text)!r}"
         raise ConfigError(f"{where}: the value is not valid YAML; quote it: {error}") from None

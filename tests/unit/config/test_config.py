@@ -754,6 +754,11 @@ def test_a_lead_and_subagents_weigh_the_same_unless_said_otherwise() -> None:
     assert over(lead, "algorithm.type=dr_grpo") == "budget"
 
 
+@pytest.mark.parametrize("name", ["a #1.jsonl", "#1.jsonl", "a\t# b"])
+def test_an_override_has_no_comments(name: str):
+    assert Config.load([], ["run.steps=1", "model.path=m", f"data.path={name}"]).data.path == name
+
+
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = [
