@@ -39,7 +39,8 @@ class Start:
 def start_of(config: Config) -> Start:
     """Find where to start from, by `run.resume`. A run without steps may start again.
 
-    Raises `ConfigError` if the run exists and is not to be resumed, `CheckpointError` if a checkpoint is asked for and
+    Raises `ConfigError` if the run exists and is not to be resumed, or goes on from another that has done all of its
+    steps, `CheckpointError` if a checkpoint is asked for and
     there is none, or if there are checkpoints and all are damaged.
     """
     resume, run = config.run.resume, config.run_dir
@@ -62,7 +63,14 @@ def start_of(config: Config) -> Start:
     other = _fetch(f"{resume.rstrip('/')}/checkpoints", run / FETCHED) if is_url else _newest_in(Path(resume))
     if other.checkpoint is None:
         raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
-    return other if own.checkpoint is None else own
+    if own.checkpoint is not None:
+        return own
+    if (done := step_of(other.checkpoint)) >= config.run.steps:
+        raise ConfigError(
+            f"run.resume: {resume} has done {done} steps, and run.steps, which counts them too, is {config.run.steps}: "
+            f"no step is left; set it to more than {done}"
+        )
+    return other
 
 
 def may_fetch(config: Config) -> bool:

@@ -22,6 +22,8 @@ from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.testing import EventRecorder
 from tests.unit.loop.test_checkpoint import save
 
+KEYS = ["model.path=m", "data.path=d", "run.name=other"]
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -33,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def config_of(run: Path, resume: str) -> Config:
-    keys = ["model.path=m", "data.path=d", f"run.folder={run.parent}", f"run.name={run.name}", "run.steps=9"]
+    keys = [*KEYS, f"run.folder={run.parent}", f"run.name={run.name}", "run.steps=9"]
     return Config.load([], [*keys, f"run.resume={resume}"])
 
 
@@ -61,6 +63,16 @@ def test_a_run_with_damaged_checkpoints_alone_never_restarts(run: Path, resume: 
         start_of(config)
     assert str(raised.value).count("groups.jsonl has other contents") == 2
     assert "restore these files" in str(raised.value)
+
+
+def test_going_on_from_a_run_that_did_all_steps_is_refused(run: Path) -> None:
+    for steps, is_refused in ((3, True), (4, True), (5, False)):
+        config = Config.load([], [*KEYS, f"run.folder={run.parent}", f"run.resume={run}", f"run.steps={steps}"])
+        if is_refused:
+            with pytest.raises(ConfigError, match=rf"{run} has done 4 steps.* is {steps}: no step is left"):
+                start_of(config)
+        else:
+            assert start_of(config).checkpoint == run / "checkpoints" / "step_000004"
 
 
 def test_a_damaged_checkpoint_is_never_exported(run: Path) -> None:
