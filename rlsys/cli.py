@@ -12,10 +12,12 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rlsys.errors import ConfigError, RlsysError, full_text
 from rlsys.util.printing import print_note, print_result, printable
@@ -24,7 +26,26 @@ if TYPE_CHECKING:
     from rlsys.config import Config
     from rlsys.config.plugins import PluginKind
 
+KINDS_OF_COMMANDS = {
+    "Train": ("data", "workflow", "plan", "train", "eval"),
+    "Look": ("dashboard", "tail", "query", "report", "replay"),
+    "Share": ("export", "serve"),
+    "Tools": ("doctor", "config", "convert", "algorithms", "simulate", "profile"),
+}
+"""Every command, in the order of `rlsys --help`."""
+
+
+class _CommandsByKind(TyperGroup):
+    """Lists the commands by their kinds."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401  (typer has them privately)
+        for kind, names in KINDS_OF_COMMANDS.items():
+            with formatter.section(kind):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(100)) for name in names])
+
+
 app = typer.Typer(
+    cls=_CommandsByKind,
     help="Reinforcement-learning post-training of language models, on Ray.",
     no_args_is_help=True,
     add_completion=False,
@@ -37,6 +58,21 @@ data_app = typer.Typer(help="Look at data before training on it.", no_args_is_he
 app.add_typer(data_app, name="data")
 workflow_app = typer.Typer(help="Look at a workflow before training with it.", no_args_is_help=True)
 app.add_typer(workflow_app, name="workflow")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print_result(f"rlsys {metadata.version('rlsys')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
 
 OVERRIDES = {"ignore_unknown_options": True}
 """Pass `--train.lr=1e-5` on to the overrides."""

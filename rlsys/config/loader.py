@@ -244,7 +244,7 @@ def _override(text: str) -> Layer:
         raise ConfigError(f"{where} is not of the form section.key=value")
     try:
         is_plain = value.lstrip()[:1] not in ("[", "{", '"', "'")
-        tree = value if is_plain and re.search(r"(^|\s)#", value) else _tree_of(value)[0]
+        tree: Any = value if is_plain and re.search(r"(^|\s)#", value) else _tree_of(value)[0]
     except _NotYaml as error:
         where = f"command line: {without_credentials(text)!r}"
         raise ConfigError(f"{where}: the value is not valid YAML; quote it: {error}") from None

@@ -6,13 +6,16 @@ import re
 import resource
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer import Context
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from examples.tiny_policy import build_tokenizer
-from rlsys.cli import app
+from rlsys.cli import KINDS_OF_COMMANDS, app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError, ModelError
 from rlsys.launch import with_device_defaults
@@ -382,3 +385,17 @@ def test_a_folder_without_a_failed_step_ends_with_2(tmp_path: Path):
 def test_an_export_has_one_destination(options: list[str], words: str):
     done = CliRunner().invoke(app, ["export", "run", *options])
     assert (done.exit_code, words in done.stderr) == (2, True)
+
+
+def test_help_lists_every_command_once_by_its_kind() -> None:
+    listed = [name for names in KINDS_OF_COMMANDS.values() for name in names]
+    command = get_command(app)
+    assert sorted(listed) == sorted(command.list_commands(Context(command)))  # type: ignore[attr-defined]
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert all(f"\n{kind}:\n" in shown for kind in KINDS_OF_COMMANDS)
+    assert all(f"\n  {name} " in shown for name in listed)
+
+
+def test_the_version_is_shown() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"rlsys {version('rlsys')}\n")
