@@ -28,25 +28,28 @@ def native_output_in(log: Path) -> Iterator[None]:
         yield
         return
     before, terminal = sys.stderr, os.dup(STDERR)
-    before.flush()
+    with suppress(OSError):  # nobody reads it
+        before.flush()
     is_same = _descriptor_of(before) == STDERR
-    with os.fdopen(terminal, "w", buffering=1, errors="backslashreplace") as kept:
-        if is_same:
-            sys.stderr = kept
-        os.dup2(descriptor, STDERR)
-        os.close(descriptor)
-        try:
-            yield
-        except Interrupted:
-            raise
-        except Exception:
-            with suppress(OSError), os.fdopen(os.dup(STDERR), "w", errors="backslashreplace") as written:
-                traceback.print_exc(file=written)
-            raise
-        finally:
-            os.dup2(terminal, STDERR)
-            if sys.stderr is kept:
-                sys.stderr = before
+    kept = os.fdopen(terminal, "w", buffering=1, errors="backslashreplace")
+    if is_same:
+        sys.stderr = kept
+    os.dup2(descriptor, STDERR)
+    os.close(descriptor)
+    try:
+        yield
+    except Interrupted:
+        raise
+    except Exception:
+        with suppress(OSError), os.fdopen(os.dup(STDERR), "w", errors="backslashreplace") as written:
+            traceback.print_exc(file=written)
+        raise
+    finally:
+        os.dup2(terminal, STDERR)
+        if sys.stderr is kept:
+            sys.stderr = before
+        with suppress(OSError):  # what it buffers is lost with its reader
+            kept.close()
 
 
 def _descriptor_of(stream: object) -> int | None:

@@ -46,6 +46,31 @@ def test_a_crash_leaves_its_traceback_in_the_log(tmp_path: Path, error: Exceptio
     assert ("RuntimeError: no more memory" in log.read_text()) is is_written
 
 
+LOST = """
+import os, sys
+from pathlib import Path
+from rlsys.util.native_output import native_output_in
+
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(reader)
+try:
+    with native_output_in(Path(sys.argv[1])):
+        try:
+            sys.stderr.write("a line that nobody reads\\n")
+        except BrokenPipeError:
+            pass
+        raise KeyError("the reason")
+except KeyError:
+    sys.exit(77)
+"""
+
+
+def test_a_block_ends_with_its_own_error_though_nobody_reads_stderr(tmp_path: Path):
+    words = [sys.executable, "-c", LOST, str(tmp_path / "driver.log")]
+    assert subprocess.run(words, timeout=60, check=False, cwd=Path.cwd()).returncode == 77
+
+
 def test_a_log_that_cannot_be_opened_is_passed_over(tmp_path: Path):
     (tmp_path / "logs").touch()
     lines = ["native inside", "python inside", "native after", "python after"]
