@@ -19,7 +19,7 @@ from rlsys.types import POLICY
 from rlsys.util.event_loops import all_or_none
 from rlsys.weight_sync.links import TRANSFER_S
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec, weight_bytes
-from workers.ray.cluster import NO_MATHS, Resources, node_ids, short_of, totals
+from workers.ray.cluster import NO_MATHS, Resources, is_used_by_others, node_ids, short_of, totals
 from workers.ray.fault_tolerant_pool import Pool, PoolSpec
 from workers.ray.worker_process import Remote, place_of, start, successor_name
 from workers.relay.relay_pool import RayRelays
@@ -154,17 +154,21 @@ class WorkerSet:
 
         `on_failure` is also called once for each worker that waits for a place which the cluster does not have. If that
         is no rollout or evaluation replica, and the live nodes are too small for the run, a rollout replica gives way.
+        A place that this run has taken itself is not missing: its process is starting.
         """
         unplaced: set[str] = set()
 
+        def needs() -> list[Resources]:
+            return [each.resources for handle in self._handles() for each in handle.processes]
+
         def note(lack: WorkerError) -> None:
-            if lack.worker not in unplaced:
+            if lack.worker not in unplaced and (short_of(needs(), totals()) or is_used_by_others(needs())):
                 unplaced.add(lack.worker)
                 on_failure(lack)
 
         def make_room(lack: WorkerError) -> None:
             note(lack)
-            short = short_of((each.resources for handle in self._handles() for each in handle.processes), totals())
+            short = short_of(needs(), totals())
             replica = self.rollouts.members[0].worker.resources
             if ("CPU" in short and replica.num_cpus) or ("GPU" in short and replica.num_gpus):
                 self.rollouts.give_way(lack.worker)

@@ -15,7 +15,7 @@ from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.types import POLICY, Assignment, Group, GroupKey, Task
 from tests.jobs import config_of
 from tests.ray_workers import kill_for_good, workers_of
-from workers.ray.cluster import NO_MATHS, Resources, log_folder
+from workers.ray.cluster import NO_MATHS, Resources, is_used_by_others, log_folder, totals
 from workers.ray.worker_process import Remote, start
 from workers.worker_set import WorkerSet
 
@@ -110,6 +110,18 @@ def test_a_worker_without_a_place_is_named(cluster):
     assert re.fullmatch(
         r"large-0 while waiting for resources: it needs 99 CPUs, and \S+ of the cluster's 8 are free", lacks[0]
     )
+
+
+def test_a_place_that_a_run_has_taken_itself_is_not_missing(cluster):
+    async def main() -> None:
+        worker = start(Hoarder, "own-0", Hoarder, Resources(num_cpus=3), 60.0)
+        await worker.setup()
+        while not is_used_by_others([Resources(num_cpus=2)]):  # noqa: ASYNC110  (Ray learns of it a moment later)
+            await asyncio.sleep(0.1)
+        assert not is_used_by_others([worker.resources, Resources(num_cpus=totals()["CPU"])])
+        worker.kill()
+
+    asyncio.run(asyncio.wait_for(main(), 200))
 
 
 class Hoarder:
