@@ -93,7 +93,7 @@ def train(
         sample(model, completions, settings, eos_id)
 
         # Score, and compare each sample with its group: mean 0, unbiased standard deviation 1.
-        texts = tokenizer.batch_decode([c.output_ids for c in completions], skip_special_tokens=True)
+        texts = tokenizer.batch_decode([[i for i in c.output_ids if i != eos_id] for c in completions])
         answers = [tasks[s][1] for s in group_ids for _ in range(settings.group_size)]
         rewards_B = torch.tensor([reward(text, answer) for text, answer in zip(texts, answers, strict=True)])
         rewards_GB = rewards_B.view(-1, settings.group_size)  # (groups, group_size)
