@@ -34,7 +34,7 @@ from rlsys.config.section import PathText, Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S, SERVER, SERVER_TIMEOUT_S
-from rlsys.util.number_ranges import Count, CountFrom0, Seconds
+from rlsys.util.number_ranges import Count, CountFrom0, ManyFrom1, Seconds
 
 
 def _check_name(spec: str) -> str:
@@ -155,6 +155,9 @@ class RewardSection(Section):
     saves a worker and a trip of every group where functions are fast."""
     processes: Count = 1
     """Killable processes of one worker."""
+    concurrency: ManyFrom1 = 64
+    """Groups that one process scores together if a function is async, as `llm_judge` and `http` are: their calls wait
+    at the same time. The deadline of a call is then for all of them. Without async functions: one after the other."""
 
     @property
     def items(self) -> tuple[RewardItem, ...]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -112,16 +112,40 @@ class RewardSum:
         """True if a function requests whole episodes."""
         return any("episode" in function.requested for _, function in self._functions)
 
+    @property
+    def is_async(self) -> bool:
+        """True if a function is async: the calls of several groups can wait together."""
+        return any(function.is_async for _, function in self._functions)
+
     def score(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Score completions of one task, in order. An exception of a function becomes a score without a value."""
-        functions = self._functions_of(task.source)
-        if not completions:
-            return []
-        begun = [function.begin(task, completions) for _, function in functions]
-        results = iter(results_of([result for own in begun for result in own], self._runner))
+        return self.score_groups([(task, completions)])[0]
+
+    def score_groups(self, groups: Sequence[tuple[Task, Sequence[RewardInput]]]) -> list[list[Score]]:
+        """Score completions of several tasks, as `score` does; async functions of all of them run concurrently."""
+        begun = [
+            [function.begin(task, completions) for _, function in self._functions_of(task.source)]
+            if completions
+            else []
+            for task, completions in groups
+        ]
+        results = iter(results_of([result for calls in begun for own in calls for result in own], self._runner))
+        return [
+            self._summed(self._functions_of(task.source), calls, results, len(completions)) if calls else []
+            for (task, completions), calls in zip(groups, begun, strict=True)
+        ]
+
+    @staticmethod
+    def _summed(
+        functions: Sequence[tuple[RewardSpec, RewardFunction]],
+        begun: Sequence[Sequence[object]],
+        results: Iterator[object],
+        num_completions: int,
+    ) -> list[Score]:
+        """Sum the next results, those of the calls that were begun for one task, by completion."""
         contributions: list[list[Score]] = []
         for (spec, function), own in zip(functions, begun, strict=True):
-            scores = function.scores(list(islice(results, len(own))), len(completions))
+            scores = function.scores(list(islice(results, len(own))), num_completions)
             contributions.append([weight_score(score, spec.name, spec.weight) for score in scores])
         by_name = {spec.name: scores for (spec, _), scores in zip(functions, contributions, strict=True)}
         contributions = [
@@ -246,6 +270,11 @@ class RewardFunction:
     def is_batched(self) -> bool:
         """True if one call scores a whole group."""
         return not {"completions", "prompts"}.isdisjoint(self.requested)
+
+    @property
+    def is_async(self) -> bool:
+        """True for an async function, or an instance with an async `__call__`."""
+        return any(map(inspect.iscoroutinefunction, (self.function, getattr(self.function, "__call__", None))))  # noqa: B004
 
     @property
     def wants_ids(self) -> bool:

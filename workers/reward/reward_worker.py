@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
     from rlsys.config.reward_section import RewardItem
     from workers.reward.reward_model import RewardModel
 
-Functions: TypeAlias = "CallPool[list[Score]]"
+Asked: TypeAlias = "tuple[Task, Sequence[RewardInput]]"
+"""A task, with completions to score."""
+Functions: TypeAlias = "CallPool[list[list[Score]]]"
 """The processes in which a user's functions run."""
 _OUTPUT_BYTES_PER_MINUTE = 1_000_000
 
@@ -58,12 +61,13 @@ class RewardWorker:
         processes: int,
         timeout_s: float,
         *,
+        concurrency: int = 1,
         memory_mb: int = 8192,
         model: RewardModel | None = None,
         name: str = "reward",
     ) -> None:
         """`timeout_s` bounds the scoring of one group by the functions, and then of each single episode; `memory_mb`
-        bounds the memory of each process.
+        bounds the memory of each process. With async functions, a process scores up to `concurrency` groups together.
 
         With a `model`, its value is one more part of the reward, and there may be no functions. Raises `ConfigError` if
         a function cannot be found.
@@ -75,6 +79,9 @@ class RewardWorker:
         self._is_slow = False
         """True if the last group had a timeout: the next group is scored one by one."""
         self._room = asyncio.Semaphore(processes)
+        self._together = concurrency if asked.is_async else 1
+        self._waiting: deque[tuple[Asked, asyncio.Future[list[Score]]]] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
         self._starting: set[asyncio.Task[object]] = set()
         self._pool, self._output = None, None
         if specs:
@@ -90,6 +97,7 @@ class RewardWorker:
         specs: Sequence[RewardSpec],
         processes: int,
         timeout_s: float,
+        concurrency: int,
         model: RewardItem | None,
         resources: Resources,
     ) -> Self:
@@ -101,14 +109,14 @@ class RewardWorker:
 
             given = RewardModelSection.model_validate(model.args)
             loaded = RewardModel(given.path, given.dtype, given.max_tokens, model.weight, resources.claim())
-        worker = cls(specs, processes, timeout_s, model=loaded, name=name)
+        worker = cls(specs, processes, timeout_s, concurrency=concurrency, model=loaded, name=name)
         await worker.start()
         return worker
 
     async def start(self) -> None:
         """Start every process. Returns once one of them is ready. Without this call, the first `score` starts them."""
         if self._pool is not None:
-            calls = [self._call(self._pool, Task(id="", prompt=""), ()) for _ in range(self._processes)]
+            calls = [self._call(self._pool, []) for _ in range(self._processes)]
             self._starting = {asyncio.ensure_future(call) for call in calls}
             ready, _ = await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
             for start in ready:
@@ -182,7 +190,9 @@ class RewardWorker:
     async def _judge(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Scores of the functions and the model, computed concurrently."""
         judges: list[Awaitable[list[Score]]] = []
-        if self._pool is not None:
+        if self._pool is not None and self._together > 1:
+            judges.append(self._with_others(self._pool, (task, completions)))
+        elif self._pool is not None:
             judges.append(self._by_functions(self._pool, task, completions))
         if self._model is not None:
             judges.append(self._by_model(self._model, task, completions))
@@ -197,6 +207,44 @@ class RewardWorker:
             raise WorkerDied(self.name, "scoring with the reward model", f"{type(error).__name__}: {error}") from error
         return [weight_score(score_of(logit), MODEL, model.weight) for logit in logits]
 
+    async def _with_others(self, pool: Functions, asked: Asked) -> list[Score]:
+        """Score a group together with those that wait, in the next free process."""
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append((asked, answer))
+        if len(self._senders) < self._processes:
+            sender = asyncio.create_task(self._send_waiting(pool))
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return await answer
+
+    async def _send_waiting(self, pool: Functions) -> None:
+        """Score the groups that wait, as many together as may be. Waits for a process; ends when no group waits."""
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(self._together, len(self._waiting)))]
+            try:
+                scored = await self._score_together(pool, [asked for asked, _ in batch])
+            except WorkerDied as death:
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(death)
+                continue
+            for (_, answer), scores in zip(batch, scored, strict=True):
+                if not answer.done():
+                    answer.set_result(scores)
+
+    async def _score_together(self, pool: Functions, asked: Sequence[Asked]) -> list[list[Score]]:
+        """Score groups in one call; after a hang or a death, each half of them in a call of its own."""
+        if len(asked) == 1:
+            return [await self._by_functions(pool, *asked[0])]
+        try:
+            async with self._room:
+                return await self._call(pool, asked)
+        except (TimeoutError, ProcessEnded):
+            half = len(asked) // 2
+            return [
+                scores for part in (asked[:half], asked[half:]) for scores in await self._score_together(pool, part)
+            ]
+
     async def _by_functions(self, pool: Functions, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Score all at once; one by one after a hang or a death. After a hang, later groups are also scored one by one,
         until all episodes of a group finish in time."""
@@ -204,7 +252,7 @@ class RewardWorker:
             was_slow = self._is_slow
             if not was_slow:
                 try:
-                    return await self._call(pool, task, completions)
+                    return (await self._call(pool, [(task, completions)]))[0]
                 except TimeoutError:
                     self._is_slow = True
                 except ProcessEnded:
@@ -216,16 +264,16 @@ class RewardWorker:
 
     async def _judge_one(self, pool: Functions, task: Task, completion: RewardInput) -> Score:
         try:
-            return (await self._call(pool, task, [completion]))[0]
+            return (await self._call(pool, [(task, [completion])]))[0][0]
         except TimeoutError:
             return self._late
         except ProcessEnded as death:
             return Score(None, str(death))
 
-    async def _call(self, pool: Functions, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
+    async def _call(self, pool: Functions, asked: Sequence[Asked]) -> list[list[Score]]:
         """Run a call in the pool. Cancelling it kills the process."""
         try:
-            return await pool.call(task, completions)
+            return await pool.call(asked)
         except PoolBroken as error:
             raise WorkerDied(self.name, "scoring a group", f"its pool of processes broke: {error}") from error
 
@@ -242,8 +290,8 @@ def _load(specs: Sequence[RewardSpec], memory_mb: int, output: Connection) -> No
     _rewards.append(RewardSum(specs))
 
 
-def _score_all(task: Task, completions: Sequence[RewardInput]) -> list[Score]:
-    return _rewards[0].score(task, completions)
+def _score_all(asked: Sequence[Asked]) -> list[list[Score]]:
+    return _rewards[0].score_groups(asked)
 
 
 class RewardPool(Pool[RewardWorker]):

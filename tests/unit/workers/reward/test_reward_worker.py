@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TASK = Task(id="t", prompt="Sort 21", answer="12", info={"level": "easy"})
 
 JUDGE = """
-import os, signal, subprocess, sys, time
+import asyncio, os, signal, subprocess, sys, time
 
 def judge(completion, answer, level):
     match completion:
@@ -91,6 +91,16 @@ def grow():
 async def verl(data_source, solution_str, ground_truth):
     return {"score": 2.0, "acc": solution_str == ground_truth}
 
+begun = []
+
+async def meet(completion):  # the others, of which there are eight
+    if completion == "die": os._exit(3)
+    if completion == "hang": await asyncio.Event().wait()
+    begun.append(completion)
+    while completion == "meet" and len(begun) < 8:
+        await asyncio.sleep(0.01)
+    return 1.0
+
 def alarmed():
     def ring(*_): raise TimeoutError
     signal.signal(signal.SIGALRM, ring)
@@ -140,9 +150,10 @@ async def worker(
     processes: int = 1,
     timeout_s: float = 5.0,
     memory_mb: int = 8192,
+    concurrency: int = 1,
     model: RewardModel | None = None,
 ) -> AsyncIterator[RewardWorker]:
-    worker = RewardWorker(specs, processes, timeout_s, memory_mb=memory_mb, model=model)
+    worker = RewardWorker(specs, processes, timeout_s, concurrency=concurrency, memory_mb=memory_mb, model=model)
     try:
         await worker.start()
         yield worker
@@ -180,6 +191,32 @@ def test_a_hang_costs_only_the_episode_that_hung(spec: RewardSpec) -> None:
         Score(None, "took longer than 0.3 s"),
         scored_as(0.0),
     )
+
+
+def together(spec: RewardSpec, *completions: str, concurrency: int, timeout_s: float = 5.0) -> list[Score]:
+    """Score groups of one completion at the same time, with the function `meet`."""
+    meet = replace(spec, fn=spec.fn.replace(":judge", ":meet"))
+
+    async def scored() -> list[Score]:
+        async with worker(meet, timeout_s=timeout_s, concurrency=concurrency) as judge:
+            asked = (judge.score(TASK, (episode(completion),)) for completion in completions)
+            return [score for (score,) in await asyncio.gather(*asked)]
+
+    return asyncio.run(scored())
+
+
+def test_async_functions_of_several_groups_wait_together(spec: RewardSpec) -> None:
+    assert together(spec, *["meet"] * 8, concurrency=8) == [scored_as(1.0)] * 8
+    alone = together(spec, *["meet"] * 2, concurrency=1, timeout_s=0.2)
+    assert alone == [Score(None, "took longer than 0.2 s")] * 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [("hang", "took longer than 1 s"), ("die", "its process ended with exit code 3")]
+)
+def test_a_fault_of_one_group_fails_none_that_waited_with_it(spec: RewardSpec, fault: str, why: str) -> None:
+    scored = together(spec, "12", "12", fault, "12", "12", concurrency=8, timeout_s=1.0)
+    assert [score for score in scored if score.value is None] == [Score(None, why)] == scored[2:3]
 
 
 def test_a_dead_process_costs_only_the_episode_that_killed_it(spec: RewardSpec) -> None:
