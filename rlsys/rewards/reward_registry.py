@@ -126,5 +126,6 @@ def _look_beside(file: Path) -> None:
     sys.path[:] = [place for place in sys.path if place not in _beside] + [folder, *others]
     _beside[:] = [folder, *others]
     for name, module in list(sys.modules.items()):
-        if any(Path(other, f"{name}.py") == Path(getattr(module, "__file__", None) or "") for other in others):
+        beside, _, last = str(getattr(module, "__file__", None)).rpartition("/")
+        if beside in others and last == f"{name}.py":
             del sys.modules[name]
