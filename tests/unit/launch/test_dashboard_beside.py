@@ -97,9 +97,9 @@ def test_the_address_with_its_token_is_readable_by_owner_alone(
 
 def test_a_dashboard_that_dies_early_is_reported_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(tmp_path)
+    before = set(psutil.Process().children())
     with dashboard_beside(config):
-        alive = (c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE)
-        (child,) = (c for c in alive if str(config.run_dir) in c.cmdline())
+        (child,) = {*psutil.Process().children()} - before
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     log = config.run_dir / "logs" / "dashboard.log"
