@@ -9,8 +9,8 @@ import sys
 def main() -> None:
     """Run `rlsys.cli` in a Python that does not search the current folder for modules.
 
-    The folder may be somebody else's run. Helpers of `multiprocessing` search it first, unless this process has the
-    option `-P`: without it, the process replaces itself by one that has.
+    The folder may be the run of another user. Helpers of `multiprocessing` search the folder first, unless this process
+    has the option `-P`. A process without the option replaces itself by one that has it.
     """
     if not sys.flags.safe_path:
         os.execv(sys.executable, [sys.executable, "-P", *sys.orig_argv[1:]])

@@ -67,7 +67,7 @@ def _print_version(is_asked: bool) -> None:
 
 
 @app.callback()
-def _of_all_commands(
+def _add_version_option(
     _: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,

@@ -394,11 +394,11 @@ def _judge_of(config: Config) -> Callable[[str], RewardWorker]:
     """Return what makes the judge of a session worker: the reward functions, in processes of their own."""
     reward = config.reward
 
-    return partial(_judge, config.reward_functions, reward.processes, reward.timeout_s, reward.concurrency)
+    return partial(_judge, config.reward_functions, reward.concurrency, reward.timeout_s)
 
 
-def _judge(specs: Sequence[RewardSpec], processes: int, timeout_s: float, concurrency: int, name: str) -> RewardWorker:
-    return RewardWorker(specs, processes, timeout_s, concurrency=concurrency, name=name)
+def _judge(specs: Sequence[RewardSpec], concurrency: int | None, timeout_s: float, name: str) -> RewardWorker:
+    return RewardWorker(specs, concurrency, timeout_s, name=name)
 
 
 def _replica_spec(
@@ -432,14 +432,7 @@ def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
     if not reward.workers:
         return ReplicaRewards()
     resources = _resources(config, "reward")
-    arguments = (
-        config.reward_functions,
-        reward.processes,
-        reward.timeout_s,
-        reward.concurrency,
-        reward.model,
-        resources,
-    )
+    arguments = config.reward_functions, reward.concurrency, reward.timeout_s, reward.model, resources
 
     def one(name: str) -> Remote[RewardWorker]:
         return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.group_s)

@@ -93,7 +93,7 @@ class DataSection(Section):
     """Column names that differ from those of the supported forms, in evaluation data too: `{prompt: question}`, of
     `prompt` (None: `prompt`, `messages` or `question`), `answer` (None: the first with a value of
     `reward_model.ground_truth`, `reward_spec.ground_truth`, `answer`, `ground_truth`, `solution` and `label`), and `id`
-    (None: `id`, or a hash of the row). `a.b` addresses a key inside an object."""
+    (not given: `id`, or a hash of the row; null: always a hash). `a.b` addresses a key inside an object."""
     max_prompt_tokens: PositiveInt = 1024
     """Tasks with a longer prompt are left out; the first lines of a run say how many. Where a run cannot measure them
     before it starts (the workflow builds the prompts, or the cluster is elsewhere), they are dropped as `too_long`.

@@ -29,6 +29,7 @@ MOVED: Mapping[str, str] = {
     "rollout.early_ends.after": "set `rollout.early_ends: true`, which waits for half of a group",
     "rollout.early_ends.keep": "set `rollout.early_ends: true`, which keeps a quarter of the others",
     "reward.model": "add an entry to `reward.fn`: {fn: model, weight: 0.5, args: {path: PATH}}",
+    "reward.processes": "set `reward.concurrency`",
     "reward.memory_mb": _ALWAYS.format("8192 MB"),
     "asynchrony.adaptive": _ALWAYS.format("true"),
     "curation.success_reward": "set `reward.success`",

@@ -34,7 +34,7 @@ from rlsys.config.section import PathText, Section
 from rlsys.rewards.given_functions import code_of
 from rlsys.rewards.reward_function import MODEL, RewardSpec
 from rlsys.rewards.reward_registry import BUILTIN, JUDGE, JUDGE_TIMEOUT_S, SERVER, SERVER_TIMEOUT_S
-from rlsys.util.number_ranges import Count, CountFrom0, ManyFrom1, Seconds
+from rlsys.util.number_ranges import CountFrom0, ManyFrom1, Seconds
 
 
 def _check_name(spec: str) -> str:
@@ -153,11 +153,10 @@ class RewardSection(Section):
     workers: CountFrom0 = 1
     """Ray actors that score in parallel. 0: each replica scores its own groups, in a killable process beside it, which
     saves a worker and a trip of every group where functions are fast."""
-    processes: Count = 1
-    """Killable processes of one worker."""
-    concurrency: ManyFrom1 = 64
-    """Groups that one process scores together if a function is async, as `llm_judge` and `http` are: their calls wait
-    at the same time. The deadline of a call is then for all of them. Without async functions: one after the other."""
+    concurrency: ManyFrom1 | None = None
+    """Groups that one worker scores at once. Async functions, as `llm_judge` and `http` are, wait together in one
+    process, and the deadline of a call is for all of them. Plain functions have a process for each. None: 64 if a
+    function is async, else 1."""
 
     @property
     def items(self) -> tuple[RewardItem, ...]:

@@ -1,4 +1,4 @@
-"""Rows of data, and how conversations about them begin: what sources of training tasks and evaluations share."""
+"""Section that sources of training tasks and data sets of evaluations share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsys.data.row_adapters import Columns
 
 
 class RowsSection(Section):
-    """Where rows are, and how conversations about them begin."""
+    """Location of rows, with the system message and template variables of their conversations."""
 
     path: PathText
     """As a `data.path` of one file."""

@@ -18,12 +18,12 @@ from pydantic import (
 from rlsys.config.config_problems import problems_of_value, refuse
 
 
-def at_home(text: str) -> str:
+def expand_home(text: str) -> str:
     """Write a path below the home directory out, if it begins with `~`."""
     return os.path.expanduser(text)  # noqa: PTH111  (a `Path` would change hub names and URLs)
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(at_home)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
 """Path, or what may be one: a hub name or a URL."""
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 

@@ -122,7 +122,7 @@ def _rows_in(path: str) -> Iterator[tuple[str, object]]:
     if path.endswith(_ENDS) and form in _LINES:
         return _lines(Path(path), form)
     if path.endswith(_ENDS) and form == _CSV:
-        return _table(Path(path))
+        return _read_csv(Path(path))
     _check_form(path)
     return _rows_of(path, _set(Place(path))[0])
 
@@ -138,7 +138,7 @@ def _has_no_splits(place: Place) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
+def _open(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
     """Open a file, unpacked. Raises `DataError` if it cannot be read, also while its bytes are taken."""
     try:
         with open_regular(path) as file:
@@ -154,7 +154,7 @@ def _opened(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
 
 def _lines(path: Path, form: str) -> Iterator[tuple[str, object]]:
     """Yield each row of a JSONL file, or of a file that is one JSON array; skips a byte order mark at its start."""
-    with _opened(path) as lines:
+    with _open(path) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(_MOST_ROW_BYTES + 1), b""), 1):
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if number == 1 and form == ".json" and text.lstrip().startswith(b"["):
@@ -170,7 +170,7 @@ def _array(path: Path, text: bytes) -> Iterator[tuple[str, object]]:
     try:
         rows = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {_reason(error, text)}") from error
+        raise DataError(f"{path}:{error.lineno}: not JSON: {_describe_json_error(error, text)}") from error
     for number, row in enumerate(rows, 1):
         yield f"{path}: row {number}", with_info_parsed(row) if isinstance(row, dict) else row
 
@@ -179,11 +179,11 @@ def _parse_line(line: bytes) -> object:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        return RowProblem(f"not JSON: {_reason(error, line)}; give one object a line")
+        return RowProblem(f"not JSON: {_describe_json_error(error, line)}; give one object a line")
     return with_info_parsed(row) if isinstance(row, dict) else row
 
 
-def _reason(error: orjson.JSONDecodeError, text: bytes) -> str:
+def _describe_json_error(error: orjson.JSONDecodeError, text: bytes) -> str:
     """Say what is wrong with JSON, and where."""
     rest = text.decode(errors="replace")[error.pos :]
     if number := re.match(r"NaN|Infinity", rest):
@@ -194,10 +194,10 @@ def _reason(error: orjson.JSONDecodeError, text: bytes) -> str:
 # ---------------------------------------------------------------------------------------------------------------- CSV
 
 
-def _table(path: Path) -> Iterator[tuple[str, object]]:
+def _read_csv(path: Path) -> Iterator[tuple[str, object]]:
     """Yield each row of a CSV file: every cell is the text that stands there, and an empty one is null."""
     csv.field_size_limit(_MOST_ROW_BYTES)
-    with _opened(path) as file, TextIOWrapper(file, "utf-8-sig", newline="") as text:
+    with _open(path) as file, TextIOWrapper(file, "utf-8-sig", newline="") as text:
         reader = csv.reader(text, strict=True)
         try:
             names = next(reader, [])
@@ -262,13 +262,13 @@ def _set(place: Place) -> tuple[Iterator[object], str | None]:
             _has_no_splits(place)
             return _plain_rows(datasets.Dataset.load_from_disk(place.path)), None
         split = _split_of(place, datasets.get_dataset_split_names(place.path, place.config))
-        return _of_builder(place, split), split
+        return _load_split(place, split), split
     except (OSError, ValueError, *_DAMAGED, DatasetsError) as error:
         remedy = "give a .jsonl, .csv or .parquet file, a folder, or a hub data set such as org/name:config#split"
         raise DataError(f"cannot read '{place}': {remedy}: {error}") from error
 
 
-def _of_builder(place: Place, split: str) -> Iterator[object]:
+def _load_split(place: Place, split: str) -> Iterator[object]:
     """Open a split as its builder reads it; of CSV files whose columns have no declared types, each cell as text."""
     import datasets
     from datasets.packaged_modules.csv.csv import Csv
@@ -325,7 +325,7 @@ def _plain(row: object) -> object:
     plain: Row = {}
     for column, value in row.items():
         try:
-            plain[column] = without_filled(orjson.loads(orjson.dumps(value, default=_text)))
+            plain[column] = drop_filled_nulls(orjson.loads(orjson.dumps(value, default=_text)))
         except orjson.JSONEncodeError as error:
             return RowProblem(f"`{column}`: {error.__cause__ or error}; remove the column")
     return with_info_parsed(plain)
@@ -337,10 +337,10 @@ def _text(value: object) -> str:
     raise TypeError(f"JSON has no form for a value of type {type(value).__name__}")
 
 
-def without_filled(value: Json) -> Json:
+def drop_filled_nulls(value: Json) -> Json:
     """Remove the nulls that columnar files write where one message or tool has no key that another has."""
     if isinstance(value, dict):
-        return {key: without_filled(inner) for key, inner in value.items()}
+        return {key: drop_filled_nulls(inner) for key, inner in value.items()}
     if isinstance(value, list):
         objects = [each for each in value if isinstance(each, dict) and _CHAT.intersection(each)]
         return [without_nulls(each) for each in objects] if len(objects) == len(value) else value

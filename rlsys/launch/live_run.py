@@ -23,7 +23,7 @@ from rlsys.agents.agent import Policy
 from rlsys.agents.workflow import SingleTurn
 from rlsys.config import Config
 from rlsys.config.loader import of_tree
-from rlsys.data.row_files import without_filled
+from rlsys.data.row_files import drop_filled_nulls
 from rlsys.errors import DataError, Interrupted
 from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.notebook_chart import ChartSink, is_notebook
@@ -206,7 +206,7 @@ def saved_rows(config: Config, rows: Rows) -> Path:
                 f"data: row {number} is {row!r}; give dictionaries, such as {{'prompt': '2+3?', 'answer': '5'}}"
             )
         try:
-            lines.append(orjson.dumps(without_filled(dict(row)) if is_columnar else dict(row)))
+            lines.append(orjson.dumps(drop_filled_nulls(dict(row)) if is_columnar else dict(row)))
         except orjson.JSONEncodeError as error:
             raise DataError(f"data: row {number} cannot be saved as JSON: {error}; give plain values") from error
     if not lines:

@@ -43,7 +43,7 @@ class Data:
     eval: Mapping[str, Sequence[Task]]
     """Tasks by data set; empty if training has no evaluation."""
     notes: Sequence[str] = ()
-    """What the user should know of them: prompts that are left out."""
+    """Notes for the user: how many prompts are left out."""
 
 
 def check_code(run: Path, config: Path, overrides: Sequence[str] = ()) -> None:
@@ -243,8 +243,8 @@ def stream_of(config: Config, parts: Mapping[str, Sequence[Task]], left_out: Col
             continue
         tasks = parts[source.name if data.sources else ""]
         is_shuffled = data.shuffle if source.shuffle is None else source.shuffle
-        drawn = [task for task in tasks if task.id not in left_out]
-        split = {source.name: tasks} if data.balance_by is None else _buckets(drawn, data.balance_by, source.name)
+        split = {source.name: tasks} if data.balance_by is None else _buckets(tasks, data.balance_by, source.name)
+        split = {name: own for name, own in split.items() if any(task.id not in left_out for task in own)}
         streams |= {name: TaskSource(own, seed, shuffle=is_shuffled, left_out=left_out) for name, own in split.items()}
         buckets[source.name] = list(split)
     per_step = config.train.groups_per_step

@@ -50,9 +50,8 @@ def too_long(config: Config, key: str, tasks: Sequence[Task]) -> list[str]:
     if len(found) == len(tasks):
         lengths = [len(_encode_prompt(tokenizer, key, task)) for task in tasks[:NUM_MEASURED]]
         raise DataError(
-            f"{key}: the first {len(lengths)} prompts have {min(lengths)} to {max(lengths)} tokens, and none of all "
-            f"{len(tasks)} has at most {most} (data.max_prompt_tokens, or what rollout.max_context_tokens leaves): "
-            "raise it"
+            f"{key}: none of the {len(tasks)} prompts has at most {most} tokens, and the first {len(lengths)} have "
+            f"{min(lengths)} to {max(lengths)}: raise data.max_prompt_tokens, or rollout.max_context_tokens"
         )
     return found
 

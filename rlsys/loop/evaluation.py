@@ -189,10 +189,12 @@ class Evaluator:
         except RlsysError as error:
             raise RlsysError(f"evaluation on {dataset}: {error}") from error
         if not any(metrics.pass_at.values()):
-            self._doubt_success(dataset, [reward for group in groups for reward in group.rewards().values()])
+            self._warn_of_unreached_success(
+                dataset, [reward for group in groups for reward in group.rewards().values()]
+            )
         return metrics
 
-    def _doubt_success(self, dataset: str, rewards: Sequence[float]) -> None:
+    def _warn_of_unreached_success(self, dataset: str, rewards: Sequence[float]) -> None:
         """Say so if many samples, of which none passed, have the same greatest reward: there may be no greater."""
         greatest = max(rewards)
         num = sum(is_success(reward, greatest) for reward in rewards)

@@ -131,12 +131,12 @@ class RewardSum:
         ]
         results = iter(results_of([result for calls in begun for own in calls for result in own], self._runner))
         return [
-            self._summed(self._functions_of(task.source), calls, results, len(completions)) if calls else []
+            self._sum_results(self._functions_of(task.source), calls, results, len(completions)) if calls else []
             for (task, completions), calls in zip(groups, begun, strict=True)
         ]
 
     @staticmethod
-    def _summed(
+    def _sum_results(
         functions: Sequence[tuple[RewardSpec, RewardFunction]],
         begun: Sequence[Sequence[object]],
         results: Iterator[object],
@@ -201,7 +201,7 @@ class RewardInput:
     version: PolicyVersion = 0
     """Of the newest token."""
     opening: str = ""
-    """What the chat template began the reply with."""
+    """Beginning of the reply that the chat template wrote."""
     episode: Episode | None = None
     """None if no function requests it."""
 

@@ -36,7 +36,7 @@ SERVER = "http"
 SERVER_TIMEOUT_S = 30.0
 """Default deadline of a request of `http`, seconds."""
 
-_beside: list[str] = []
+_file_folders: list[str] = []
 """Folders of the files that were imported, which are at the end of the search path; that of the last one first."""
 
 BUILTIN: Mapping[str, ReadyMade] = {
@@ -73,7 +73,7 @@ def find(spec: str) -> Callable[..., object]:
         raise ConfigError(f"reward {spec!r}: {hint}give {', '.join(BUILTIN)}, `module:name` or `path/file.py:name`")
     import_from_here()
     try:
-        module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"reward {spec!r}: cannot import {place}: {describe_error(error)}") from error
     function = getattr(module, name, None)
@@ -101,8 +101,7 @@ def _is_import(file: str) -> bool:
     return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
 
 
-def module_of_file(path: Path) -> ModuleType:
-    """Import a file, which may import what lies beside it. Raises whatever it raises, and `FileNotFoundError`."""
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no such file (looked in {Path.cwd()})")
     file = path.resolve()
@@ -110,22 +109,22 @@ def module_of_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")
-    _look_beside(file)
+    _search_folder_of(file)
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _look_beside(file: Path) -> None:
-    """Look modules up in the folder of a file too from now on, after all others, but before those of other files.
+def _search_folder_of(file: Path) -> None:
+    """Append the folder of a file to the search path, before the folders of files that were imported earlier.
 
-    Modules of the same names beside other files stay theirs, and are no longer found by name.
+    A module of an earlier folder gives its name to a neighbour of this file with the same name.
     """
     folder = str(file.parent)
-    others = [other for other in _beside if other != folder]
-    sys.path[:] = [place for place in sys.path if place not in _beside] + [folder, *others]
-    _beside[:] = [folder, *others]
-    for name, module in list(sys.modules.items()):
-        beside, _, last = str(getattr(module, "__file__", None)).rpartition("/")
-        if beside in others and last == f"{name}.py":
-            del sys.modules[name]
+    others = [other for other in _file_folders if other != folder]
+    sys.path[:] = [place for place in sys.path if place not in _file_folders] + [folder, *others]
+    _file_folders[:] = [folder, *others]
+    for neighbour in file.parent.glob("*.py"):
+        known = getattr(sys.modules.get(neighbour.stem), "__file__", None)
+        if known is not None and str(Path(known).parent) in others:
+            del sys.modules[neighbour.stem]

@@ -28,7 +28,7 @@ def native_output_in(log: Path) -> Iterator[None]:
         yield
         return
     before, terminal = sys.stderr, os.dup(STDERR)
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # stderr has no reader
         before.flush()
     is_same = _descriptor_of(before) == STDERR
     kept = os.fdopen(terminal, "w", buffering=1, errors="backslashreplace")
@@ -48,7 +48,7 @@ def native_output_in(log: Path) -> Iterator[None]:
         os.dup2(terminal, STDERR)
         if sys.stderr is kept:
             sys.stderr = before
-        with suppress(OSError):  # what it buffers is lost with its reader
+        with suppress(OSError):  # the rest of its buffer has no reader
             kept.close()
 
 

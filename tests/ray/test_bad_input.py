@@ -123,7 +123,7 @@ def test_a_run_of_overlong_prompts_ends_naming_limit_and_key(model_path, tmp_pat
 
 @pytest.mark.nightly
 def test_a_failing_judge_drops_only_its_groups_with_the_reason(model_path, data_path, tmp_path):
-    overrides = [f"reward.fn={judge_in(tmp_path)}", "reward.timeout_s=1", "reward.processes=4", "run.steps=8"]
+    overrides = [f"reward.fn={judge_in(tmp_path)}", "reward.timeout_s=1", "reward.concurrency=4", "run.steps=8"]
     config = config_of(model_path, data_path, tmp_path, overrides)
     assert train(config, progress=False).steps == 8
     records = [r for p in (config.run_dir / "rollouts").iterdir() for r in read_records(p)]

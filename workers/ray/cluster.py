@@ -375,16 +375,16 @@ def totals() -> Mapping[str, float]:
 
 def short_of(needs: Iterable[Resources], have: Mapping[str, float]) -> set[str]:
     """Return the resources, CPU or GPU, of which a cluster with `have` has too little for all of `needs` together."""
-    return {name for name, count in _together(needs).items() if count > have.get(name, 0.0)}
+    return {name for name, count in _sum_needs(needs).items() if count > have.get(name, 0.0)}
 
 
 def is_used_by_others(needs: Iterable[Resources]) -> bool:
     """True if more of the cluster is taken than what `needs` are together: not all of it is theirs."""
-    free, have, own = ray.available_resources(), totals(), _together(needs)
+    free, have, own = ray.available_resources(), totals(), _sum_needs(needs)
     return any(have.get(name, 0.0) - free.get(name, 0.0) > own[name] for name in ("CPU", "GPU"))
 
 
-def _together(needs: Iterable[Resources]) -> Counter[str]:
+def _sum_needs(needs: Iterable[Resources]) -> Counter[str]:
     needed = Counter[str]()
     for need in needs:
         needed.update({"CPU": need.num_cpus, "GPU": need.num_gpus})

@@ -45,11 +45,13 @@ if TYPE_CHECKING:
     from rlsys.config.reward_section import RewardItem
     from workers.reward.reward_model import RewardModel
 
-Asked: TypeAlias = "tuple[Task, Sequence[RewardInput]]"
+ScoreRequest: TypeAlias = "tuple[Task, Sequence[RewardInput]]"
 """A task, with completions to score."""
 Functions: TypeAlias = "CallPool[list[list[Score]]]"
 """The processes in which a user's functions run."""
 _OUTPUT_BYTES_PER_MINUTE = 1_000_000
+ASYNC_CONCURRENCY = 64
+"""Groups whose async functions wait together, unless the configuration says otherwise."""
 
 
 class RewardWorker:
@@ -58,16 +60,16 @@ class RewardWorker:
     def __init__(
         self,
         specs: Sequence[RewardSpec],
-        processes: int,
+        concurrency: int | None,
         timeout_s: float,
         *,
-        concurrency: int = 1,
         memory_mb: int = 8192,
         model: RewardModel | None = None,
         name: str = "reward",
     ) -> None:
         """`timeout_s` bounds the scoring of one group by the functions, and then of each single episode; `memory_mb`
-        bounds the memory of each process. With async functions, a process scores up to `concurrency` groups together.
+        bounds the memory of each process. `concurrency` groups are scored at once: in one process if a function is
+        async, else each in its own. None: `ASYNC_CONCURRENCY` or 1.
 
         With a `model`, its value is one more part of the reward, and there may be no functions. Raises `ConfigError` if
         a function cannot be found.
@@ -78,9 +80,9 @@ class RewardWorker:
         self._late = Score(None, f"took longer than {timeout_s:g} s")
         self._is_slow = False
         """True if the last group had a timeout: the next group is scored one by one."""
+        processes, self._batch_size = (1, concurrency or ASYNC_CONCURRENCY) if asked.is_async else (concurrency or 1, 1)
         self._room = asyncio.Semaphore(processes)
-        self._together = concurrency if asked.is_async else 1
-        self._waiting: deque[tuple[Asked, asyncio.Future[list[Score]]]] = deque()
+        self._waiting: deque[tuple[ScoreRequest, asyncio.Future[list[Score]]]] = deque()
         self._senders: set[asyncio.Task[None]] = set()
         self._starting: set[asyncio.Task[object]] = set()
         self._pool, self._output = None, None
@@ -95,9 +97,8 @@ class RewardWorker:
         cls,
         name: str,
         specs: Sequence[RewardSpec],
-        processes: int,
+        concurrency: int | None,
         timeout_s: float,
-        concurrency: int,
         model: RewardItem | None,
         resources: Resources,
     ) -> Self:
@@ -109,7 +110,7 @@ class RewardWorker:
 
             given = RewardModelSection.model_validate(model.args)
             loaded = RewardModel(given.path, given.dtype, given.max_tokens, model.weight, resources.claim())
-        worker = cls(specs, processes, timeout_s, concurrency=concurrency, model=loaded, name=name)
+        worker = cls(specs, concurrency, timeout_s, model=loaded, name=name)
         await worker.start()
         return worker
 
@@ -159,7 +160,7 @@ class RewardWorker:
 
         A reward from the workflow is kept, and a failed episode is not scored. Raises `WorkerDied` if the process pool
         or the reward model broke, `EndpointDown` if a function's server does not answer. Functions take at most
-        `timeout_s`; after a hang or a death, that time again for every `processes` episodes.
+        `timeout_s`; after a hang or a death, that time again for as many episodes as there are processes.
         """
         scores = [known_score(episode) for episode in episodes]
         unjudged = [i for i, score in enumerate(scores) if score is None]
@@ -190,8 +191,8 @@ class RewardWorker:
     async def _judge(self, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Scores of the functions and the model, computed concurrently."""
         judges: list[Awaitable[list[Score]]] = []
-        if self._pool is not None and self._together > 1:
-            judges.append(self._with_others(self._pool, (task, completions)))
+        if self._pool is not None and self._batch_size > 1:
+            judges.append(self._score_in_batch(self._pool, (task, completions)))
         elif self._pool is not None:
             judges.append(self._by_functions(self._pool, task, completions))
         if self._model is not None:
@@ -207,22 +208,22 @@ class RewardWorker:
             raise WorkerDied(self.name, "scoring with the reward model", f"{type(error).__name__}: {error}") from error
         return [weight_score(score_of(logit), MODEL, model.weight) for logit in logits]
 
-    async def _with_others(self, pool: Functions, asked: Asked) -> list[Score]:
+    async def _score_in_batch(self, pool: Functions, asked: ScoreRequest) -> list[Score]:
         """Score a group together with those that wait, in the next free process."""
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((asked, answer))
         if len(self._senders) < self._processes:
-            sender = asyncio.create_task(self._send_waiting(pool))
+            sender = asyncio.create_task(self._score_waiting(pool))
             self._senders.add(sender)
             sender.add_done_callback(self._senders.discard)
         return await answer
 
-    async def _send_waiting(self, pool: Functions) -> None:
+    async def _score_waiting(self, pool: Functions) -> None:
         """Score the groups that wait, as many together as may be. Waits for a process; ends when no group waits."""
         while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(self._together, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]
             try:
-                scored = await self._score_together(pool, [asked for asked, _ in batch])
+                scored = await self._score_batch(pool, [asked for asked, _ in batch])
             except WorkerDied as death:
                 for _, answer in batch:
                     if not answer.done():
@@ -232,7 +233,7 @@ class RewardWorker:
                 if not answer.done():
                     answer.set_result(scores)
 
-    async def _score_together(self, pool: Functions, asked: Sequence[Asked]) -> list[list[Score]]:
+    async def _score_batch(self, pool: Functions, asked: Sequence[ScoreRequest]) -> list[list[Score]]:
         """Score groups in one call; after a hang or a death, each half of them in a call of its own."""
         if len(asked) == 1:
             return [await self._by_functions(pool, *asked[0])]
@@ -241,9 +242,7 @@ class RewardWorker:
                 return await self._call(pool, asked)
         except (TimeoutError, ProcessEnded):
             half = len(asked) // 2
-            return [
-                scores for part in (asked[:half], asked[half:]) for scores in await self._score_together(pool, part)
-            ]
+            return [scores for part in (asked[:half], asked[half:]) for scores in await self._score_batch(pool, part)]
 
     async def _by_functions(self, pool: Functions, task: Task, completions: Sequence[RewardInput]) -> list[Score]:
         """Score all at once; one by one after a hang or a death. After a hang, later groups are also scored one by one,
@@ -270,7 +269,7 @@ class RewardWorker:
         except ProcessEnded as death:
             return Score(None, str(death))
 
-    async def _call(self, pool: Functions, asked: Sequence[Asked]) -> list[list[Score]]:
+    async def _call(self, pool: Functions, asked: Sequence[ScoreRequest]) -> list[list[Score]]:
         """Run a call in the pool. Cancelling it kills the process."""
         try:
             return await pool.call(asked)
@@ -290,7 +289,7 @@ def _load(specs: Sequence[RewardSpec], memory_mb: int, output: Connection) -> No
     _rewards.append(RewardSum(specs))
 
 
-def _score_all(asked: Sequence[Asked]) -> list[list[Score]]:
+def _score_all(asked: Sequence[ScoreRequest]) -> list[list[Score]]:
     return _rewards[0].score_groups(asked)
 
 

@@ -60,8 +60,9 @@ def test_messages_without_a_template_are_refused(tmp_path: Path):
 
 def test_prompts_that_are_all_too_long_are_refused(tmp_path: Path):
     error = dry_run(tmp_path, "123456789>", "1234567890>")
-    assert "the first 2 prompts have 10 to 11 tokens, and none of all 2 has at most 8 (data.max_prompt_tokens" in str(
-        error
+    assert (
+        "none of the 2 prompts has at most 8 tokens, and the first 2 have 10 to 11: raise data.max_prompt_tokens"
+        in str(error)
     )
 
 

@@ -147,13 +147,12 @@ def spec(tmp_path: Path) -> RewardSpec:
 @asynccontextmanager
 async def worker(
     *specs: RewardSpec,
-    processes: int = 1,
+    concurrency: int | None = None,
     timeout_s: float = 5.0,
     memory_mb: int = 8192,
-    concurrency: int = 1,
     model: RewardModel | None = None,
 ) -> AsyncIterator[RewardWorker]:
-    worker = RewardWorker(specs, processes, timeout_s, concurrency=concurrency, memory_mb=memory_mb, model=model)
+    worker = RewardWorker(specs, concurrency, timeout_s, memory_mb=memory_mb, model=model)
     try:
         await worker.start()
         yield worker
@@ -367,7 +366,7 @@ def test_what_the_workflow_decided_is_kept(spec: RewardSpec) -> None:
 
 def test_groups_are_scored_in_parallel_and_come_back_in_order(spec: RewardSpec) -> None:
     async def scored() -> list[tuple[Score, ...]]:
-        async with worker(spec, processes=2) as judge:
+        async with worker(spec, concurrency=2) as judge:
             groups = [(episode("12" if i % 3 else "21"), episode("12")) for i in range(20)]
             return await asyncio.gather(*(judge.score(TASK, group) for group in groups))
 
@@ -378,7 +377,7 @@ def test_close_leaves_no_process_behind_even_while_one_hangs(spec: RewardSpec) -
     others = set(multiprocessing.active_children())
 
     async def closed() -> None:
-        judge = RewardWorker([spec], processes=2, timeout_s=60)
+        judge = RewardWorker([spec], concurrency=2, timeout_s=60)
         await judge.start()
         hung = asyncio.create_task(judge.score(TASK, (episode("hang"),)))
         await judge.score(TASK, (episode("12"),))
@@ -410,7 +409,7 @@ def test_a_server_that_does_not_answer_scores_nothing(spec: RewardSpec) -> None:
 
 def test_a_function_that_is_not_there_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=f"no such file.*{os.fspath(Path.cwd())}"):
-        RewardWorker([RewardSpec("nowhere.py:judge", "judge")], processes=1, timeout_s=1)
+        RewardWorker([RewardSpec("nowhere.py:judge", "judge")], concurrency=1, timeout_s=1)
 
 
 # ------------------------------------------------------------------------------------------- groups, weights, the model
