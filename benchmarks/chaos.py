@@ -76,7 +76,7 @@ CPUS = 10
 REACHED_S = 1.0
 """Seconds in which the other ranks come to the next collective."""
 STORE_BYTES = 256 << 20
-LIMIT_S = 180.0
+LIMIT_S = 300.0
 """Deadline for a further step."""
 PAUSE_S = 30.0
 CAUSES = ("worker_failed", "rolled_back", "checkpoint_passed_over", "run_started", "run_ended", "alert_raised")
@@ -398,7 +398,7 @@ def main() -> None:
             "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
             "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
             f"reward.fn=[{{fn: http, args: {{url: 'http://127.0.0.1:{server.server_port}'}}}}]", "reward.timeout_s=60",
-            "record.rollouts_every=0", "limits.max_attempts=50", f"train.mesh.shard={num_ranks}",
+            "record.rollouts_every=0", "limits.max_attempts=50", "limits.failed_share=1", f"train.mesh.shard={num_ranks}",
             f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
         )  # fmt: skip
         chaos = Chaos(
