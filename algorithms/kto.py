@@ -10,7 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.fields import RULES
-from algorithms.sample_math import sample_totals
+from algorithms.sample_math import per_sample, sample_totals
 from rlsys.algorithm import (
     Aggregation,
     Algorithm,
@@ -160,7 +160,7 @@ class KTO(Algorithm):
         mismatched_N = columns_N[Column.POLICY_MISMATCHED] - columns_N[Column.REFERENCE_MISMATCHED]
         matched_N = step.proximal_logprobs_N - columns_N[Column.REFERENCE_LOGPROBS]
         reward_S = self.beta * self._total(matched_N, lengths_S)
-        is_desirable_S = _per_sample(step.advantages_N, lengths_S) > 0
+        is_desirable_S = per_sample(step.advantages_N, lengths_S) > 0
         terms_5S = reward_S.new_ones(5, len(reward_S)).double()
         terms_5S[1] = self._total(mismatched_N, lengths_S)
         terms_5S[2] = is_desirable_S
@@ -179,7 +179,7 @@ class KTO(Algorithm):
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
         """Give every token the loss of its sample, which the mean over samples then counts once."""
         lengths_S, num_tokens = batch.lengths_S, len(logprobs_N)
-        weight_S = _per_sample(batch.advantages_N, lengths_S)
+        weight_S = per_sample(batch.advantages_N, lengths_S)
         ratio_S = self._total(logprobs_N - batch.columns_N[Column.REFERENCE_LOGPROBS], lengths_S)
         margin_S = weight_S.sign() * self.beta * (ratio_S - batch.facts.get("z0", 0.0))
         miss_S = (-margin_S).sigmoid()  # 1 - sigmoid(margin)
@@ -203,11 +203,6 @@ class KTO(Algorithm):
         if self.full_length is None:
             return total_S
         return total_S * (self.full_length / lengths_S.clamp(min=1)).clamp(max=1)
-
-
-def _per_sample(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """Take, once per sample, the value that all its tokens share; every sample has tokens."""
-    return values_N.index_select(0, lengths_S.cumsum(0) - 1)
 
 
 def _spread(values_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Tensor:

@@ -31,6 +31,11 @@ def sample_totals(values_N: Tensor, lengths_S: Tensor) -> Tensor:
     return totals_S.to(values_N.dtype)
 
 
+def per_sample(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """Take, once per sample, the value that all its tokens share; every sample has tokens."""
+    return values_N.index_select(0, lengths_S.cumsum(0) - 1)
+
+
 def sample_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
     """Sum of each sample, at each of its tokens."""
     return sample_totals(values_N, lengths_S).repeat_interleave(lengths_S, output_size=len(values_N))

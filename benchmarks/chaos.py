@@ -398,8 +398,8 @@ def main() -> None:
             "algorithm.type=ppo", "algorithm.kl_coef=0.01", f"rollout.replicas={num_nodes}", "reward.workers=2",
             "train.groups_per_step=8", "asynchrony.max_staleness=2", "checkpoint.every=5", "checkpoint.keep_last=4",
             f"reward.fn=[{{fn: http, args: {{url: 'http://127.0.0.1:{server.server_port}'}}}}]", "reward.timeout_s=60",
-            "record.rollouts_every=0", "limits.max_attempts=50", "limits.failed_share=1", f"train.mesh.shard={num_ranks}",
-            f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
+            "record.rollouts_every=0", "limits.max_attempts=50", "limits.failed_share=1",
+            f"train.mesh.shard={num_ranks}", f"rollout.workflow=benchmarks.chaos:{PlayedApart.__name__}",
         )  # fmt: skip
         chaos = Chaos(
             DisturbedRun(command, Path(name) / "run"), nodes, random.Random(arguments.seed), num_ranks, server

@@ -159,6 +159,8 @@ class LossInputs:
     """Versions between the weights a token was sampled from and those at the start of the step."""
     lengths_S: Tensor
     """Trained tokens of each sample: the first sample has the first `lengths_S[0]` entries, and so on."""
+    groups_S: Tensor
+    """Position in the step of each sample's group; a group may be spread over micro-batches and ranks."""
     columns_N: Mapping[Column, Tensor] = field(default_factory=dict)
     returns_N: Tensor | None = None
     """Targets of the critic, if `token_advantages` returned them."""

@@ -114,7 +114,7 @@ def train(
     from rlsys.config.resource_plan import plan_of
 
     size = launch.parsed_size(gpu_memory) if gpu_memory is not None else None
-    config = launch.with_device_defaults(launch.with_steps(config), size)
+    config = launch.with_device_defaults(launch.with_steps(launch.with_models_of_runs(config)), size)
     data = launch.look_up(config)
     rewards = launch.try_rewards(config)
     resources = plan_of(config)
@@ -147,7 +147,7 @@ def plan(job: Job, gpus: Gpus = None, gpu_memory: GpuMemory = None, as_json: AsJ
     config = _load(job)
     from rlsys import launch
 
-    planned = launch.memory_plan(config, gpus=gpus, gpu_memory=gpu_memory)
+    planned = launch.memory_plan(launch.with_models_of_runs(config), gpus=gpus, gpu_memory=gpu_memory)
     _echo(planned.as_json(), planned.lines(), as_json=as_json)
     planned.check()
 

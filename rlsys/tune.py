@@ -34,6 +34,7 @@ from rlsys.config import Config
 from rlsys.config.loader import of_tree
 from rlsys.config.resource_plan import plan_of
 from rlsys.errors import CheckpointError, ConfigError
+from rlsys.launch.earlier_runs import with_models_of_runs
 from rlsys.launch.preflight import with_absolute_paths
 from rlsys.launch.train_run import Stopping, train_job
 from rlsys.loop.checkpoint import STEP, saved_step
@@ -52,7 +53,7 @@ def trainable(config: Config) -> Callable[[dict[str, Any]], None]:
     """
     if config.policies:
         raise ConfigError("policies: a trial has a run of one policy")
-    config = with_absolute_paths(config)
+    config = with_absolute_paths(with_models_of_runs(config))
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # a user's plug-ins are found from this folder
 
     def trial(values: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ def tokens(num_samples: int, mean_length: int) -> Both:
         advantages_N=advantages_S.repeat_interleave(lengths_S),
         staleness_N=torch.zeros(num_tokens, dtype=torch.int64),
         lengths_S=lengths_S,
+        groups_S=torch.arange(num_samples) // 2,
         columns_N={
             Column.VALUES: noise(0.5),
             Column.REFERENCE_LOGPROBS: behavior_N + noise(0.1),

@@ -4,22 +4,20 @@
 
 The recipe of ToolSelf (arXiv:2602.07883): the policy first learns from its own samples that were rewarded, then by KTO
 from good and bad ones. All cases take the same number of steps of the same size. Each stage is a run of
-`examples/sort/run.yaml`; the second begins with the weights that `rlsys export` writes of the first. Finished runs are
-lines of the file `--out` and not run again; all figures are the last line of stdout, as JSON.
+`examples/sort/run.yaml`; the second begins with the weights of the first, whose folder is its `model.path`. Finished
+runs are lines of the file `--out` and not run again; all figures are the last line of stdout, as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.measure import ENV, answer_of, rows_of, train_command
+from benchmarks.measure import answer_of, rows_of, train_command
 from examples.sort.prepare import prepare_seed
 from examples.study import markdown, run_all
 
@@ -70,9 +68,7 @@ def train(run: TwoStageRun) -> StageAccuracies:
             answer_of([*train_command(prepared, folder, *overrides), f"model.path={model}"])
             rows = rows_of(folder / "run" / "metrics.jsonl")
             accuracies.append([row[ACCURACY] for row in rows if ACCURACY in row][-1])
-            model = folder / "exported"
-            export = [sys.executable, "-m", "rlsys.cli", "export", str(folder / "run"), "--to", str(model)]
-            subprocess.run(export, env=ENV, check=True, capture_output=True)
+            model = folder / "run"
     return StageAccuracies(accuracies)
 
 

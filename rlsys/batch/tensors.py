@@ -39,6 +39,8 @@ class MicroBatch:
     targets_N: Tensor
     """Trained tokens."""
     num_trained_S: Tensor
+    groups_S: Tensor
+    """Position in the step of each sample's group; 0 for scoring only."""
     versions_N: Tensor
     """Policy version each trained token was sampled from."""
     behavior_logprobs_N: Tensor
@@ -57,6 +59,7 @@ class MicroBatch:
         columns: _Columns | None = None,
         token_weights: Sequence[float] = (),
         turns: Sequence[Sequence[float]] = (),
+        groups: Sequence[int] = (),
     ) -> MicroBatch:
         """Pack samples into one micro-batch; neighbours share prefixes.
 
@@ -85,6 +88,7 @@ class MicroBatch:
             before_N=torch.from_numpy(np.concatenate(before)[is_trained]),
             targets_N=select_trained([s.completion_ids for s in samples], np.int64),
             num_trained_S=num_trained_S,
+            groups_S=torch.tensor(groups or [0] * len(samples)),
             versions_N=torch.from_numpy(_versions(samples, num_trained_S.tolist())),
             behavior_logprobs_N=select_trained([s.logprobs for s in samples]),
             advantages_N=_by_turn(samples, advantages, turns) if any(turns) else spread(advantages),
@@ -101,6 +105,7 @@ class MicroBatch:
             advantages_N=self.advantages_N,
             staleness_N=version - self.versions_N,
             lengths_S=self.num_trained_S,
+            groups_S=self.groups_S,
             columns_N=self.columns_N,
         )
 
@@ -166,6 +171,7 @@ class StepData:
             },
             token_weights=[r.token_weight for r in plan.samples],
             turns=[r.turns for r in plan.samples],
+            groups=[r.group for r in plan.samples],
         )
 
     def num_trained(self, plan: MicroBatchPlan) -> int:

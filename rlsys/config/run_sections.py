@@ -67,7 +67,8 @@ class ModelSection(Section):
     """The trained policy."""
 
     path: PathText
-    """Folder of a Hugging Face causal language model with its tokenizer, or `org/name` on the hub."""
+    """Folder of a Hugging Face causal language model with its tokenizer, `org/name` on the hub, or the folder of a run,
+    whose newest weights are taken."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights for generation and gradients; the optimizer always keeps a float32 copy. None: bfloat16 if
     ranks and replicas have GPUs and the model is stored so, else float32."""

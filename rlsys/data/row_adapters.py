@@ -16,6 +16,9 @@ Every column stays in `Task.info` under its name, except `prompt`, `answer` and 
 answer from another column than `answer`, or that is neither text nor number, is also `info.ground_truth`, unconverted,
 unless the row has that column. `Task.answer` of a boolean, a list or an object is its JSON text, with sorted keys.
 
+Where `chosen` and `rejected` are lists of messages, those that both begin with are the prompt, as TRL and data sets of
+the hub have them: if the row has no `prompt`, or the same messages there, or the text of the last of them.
+
 Replies continue a `prompt` that ends with a message of the assistant. Of `messages` that end so, the prompt is what
 comes before: they are answered rows, as for supervised training. `tools` (schemas in the OpenAI form) and
 `chat_template_kwargs` (variables of the chat template) go into the conversation too; both may be JSON text.
@@ -161,8 +164,26 @@ def _first_filled(rows: Sequence[Row], sources: tuple[str, ...]) -> str:
 # ------------------------------------------------------------------------------------------------------- row to task
 
 
-def with_info_parsed(row: Row) -> Row:
-    """Parse an `info` that is the text of a JSON object."""
+def unpacked(row: Row) -> Row:
+    """Parse an `info` that is the text of a JSON object, and take the prompt out of preferences."""
+    return _with_info_parsed(_with_prompt_apart(row))
+
+
+def _with_prompt_apart(row: Row) -> Row:
+    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return row
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    end = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    common = [message for message in chosen[:end] if isinstance(message, dict)]
+    while common and common[-1].get("role") == "assistant":
+        common.pop()
+    if not common or prompt not in (None, common, common[-1].get("content")):
+        return row
+    return {**row, "prompt": [*common], "chosen": chosen[len(common) :], "rejected": rejected[len(common) :]}
+
+
+def _with_info_parsed(row: Row) -> Row:
     text = row.get("info")
     if not (isinstance(text, str) and text.lstrip().startswith("{")):
         return row

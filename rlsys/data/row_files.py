@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rlsys.data.row_adapters import Row, RowProblem, with_info_parsed, without_nulls
+from rlsys.data.row_adapters import Row, RowProblem, unpacked, without_nulls
 from rlsys.errors import DataError
 from rlsys.types import Json
 from rlsys.util.regular_files import open_regular
@@ -172,7 +172,7 @@ def _array(path: Path, text: bytes) -> Iterator[tuple[str, object]]:
     except orjson.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON: {_describe_json_error(error, text)}") from error
     for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", with_info_parsed(row) if isinstance(row, dict) else row
+        yield f"{path}: row {number}", unpacked(row) if isinstance(row, dict) else row
 
 
 def _parse_line(line: bytes) -> object:
@@ -180,7 +180,7 @@ def _parse_line(line: bytes) -> object:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         return RowProblem(f"not JSON: {_describe_json_error(error, line)}; give one object a line")
-    return with_info_parsed(row) if isinstance(row, dict) else row
+    return unpacked(row) if isinstance(row, dict) else row
 
 
 def _describe_json_error(error: orjson.JSONDecodeError, text: bytes) -> str:
@@ -221,7 +221,7 @@ def _row_of_cells(names: Sequence[str], cells: Sequence[str]) -> Row | RowProble
         row = {name: _value_of(name, cell) for name, cell in zip(names, cells, strict=True) if name}
     except RowProblem as problem:
         return problem
-    return with_info_parsed(row)
+    return unpacked(row)
 
 
 def _value_of(name: str, cell: str) -> Json:
@@ -328,7 +328,7 @@ def _plain(row: object) -> object:
             plain[column] = drop_filled_nulls(orjson.loads(orjson.dumps(value, default=_text)))
         except orjson.JSONEncodeError as error:
             return RowProblem(f"`{column}`: {error.__cause__ or error}; remove the column")
-    return with_info_parsed(plain)
+    return unpacked(plain)
 
 
 def _text(value: object) -> str:

@@ -129,14 +129,14 @@ class TaskMixture:
         return TasksState(sources=saved)
 
     def restore(self, state: TasksState) -> list[str]:
-        """Move to a state. Returns what has changed since: sources that begin, and weights.
+        """Move to a state. Returns what has changed since: sources that begin, tasks, and weights.
 
-        Raises `DataError` if a source of the state is gone, or has other tasks.
+        Raises `DataError` if a source of the state is gone.
         """
         if not state.sources:
             raise DataError(
-                "the checkpoint is of a run with one source of data, and now there are several: start a new run from "
-                "the checkpoint's weights"
+                "the checkpoint is of a run with one source of data, and now there are several: begin a new run "
+                "with the weights of this one: model.path=RUN"
             )
         if gone := [name for name in state.sources if name not in self._sources]:
             raise DataError(
@@ -149,7 +149,8 @@ class TaskMixture:
                 notes.append(f"the source {name} is new, and starts at its beginning ({len(source)} tasks)")
                 continue
             try:
-                notes += source.restore(TasksState(saved.fingerprint, saved.cursor, rows=saved.rows))
+                changed = source.restore(TasksState(saved.fingerprint, saved.cursor, rows=saved.rows))
+                notes += [f"source {name}: {note}" for note in changed]
             except DataError as error:
                 raise DataError(f"data: source {name}: {error}") from error
         weights = self._weights

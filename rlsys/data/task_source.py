@@ -160,31 +160,32 @@ class TaskSource:
         return TasksState(self.fingerprint, self.cursor)
 
     def restore(self, state: TasksState) -> list[str]:
-        """Move to a state. Returns what has changed since, which is nothing. Raises `DataError` for other tasks."""
+        """Move to a state. Returns what has changed since: other tasks, of which it goes on at the same place.
+
+        Raises `DataError` for the state of several sources.
+        """
         if state.sources:
             raise DataError(
                 f"the checkpoint is of a run with the sources {', '.join(state.sources)}, and now there is one: give "
-                "all of them, or start a new run from the checkpoint's weights"
+                "all of them, or begin a new run with the weights of this one: model.path=RUN"
             )
-        self.check(state.fingerprint)
-        self.seek(state.cursor)
-        return []
+        if state.fingerprint == self.fingerprint:
+            self.seek(state.cursor)
+            return []
+        epoch, position = state.cursor.epoch, state.cursor.position
+        self.seek(state.cursor if position < len(self) else Cursor(epoch + 1))
+        place = f"task {self.cursor.position + 1} of epoch {self.cursor.epoch + 1}"
+        note = (
+            f"the tasks are others than those of the checkpoint ({state.fingerprint}), now {self.fingerprint}: it goes "
+            f"on at {place}, and some tasks may come twice in this epoch, or not at all"
+        )
+        return [note]
 
     @cached_property
     def fingerprint(self) -> str:
         """Identity of the stream as text: `8192 tasks, seed 0, shuffled, content 5f0c...`. Saved in checkpoints."""
         order = "shuffled" if self._shuffle else "in file order"
         return f"{len(self)} tasks, seed {self._seed}, {order}, content {content_hash(self._tasks)}"
-
-    def check(self, fingerprint: str) -> None:
-        """Raise `DataError` if `fingerprint` is of another stream, in which a cursor of this one is meaningless."""
-        if fingerprint != self.fingerprint:
-            raise DataError(
-                "the tasks are not those of the checkpoint, so its place in them means nothing\n"
-                f"  checkpoint: {fingerprint}\n"
-                f"  now:        {self.fingerprint}\n"
-                "give the same data and seed, or start a new run from the checkpoint's weights"
-            )
 
     def _check_inside(self, cursor: Cursor) -> None:
         if cursor.epoch < 0 or not 0 <= cursor.position < len(self):

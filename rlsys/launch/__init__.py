@@ -6,6 +6,7 @@ works from the command line, from a Python script (also after a call of `ray.ini
 """
 
 from rlsys.launch.device_defaults import with_device_defaults
+from rlsys.launch.earlier_runs import with_models_of_runs
 from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
 from rlsys.launch.live_run import Run, start, train
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, replay, replay_step
@@ -37,5 +38,6 @@ __all__ = [
     "try_rewards",
     "try_workflow",
     "with_device_defaults",
+    "with_models_of_runs",
     "with_steps",
 ]

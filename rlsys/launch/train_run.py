@@ -27,6 +27,7 @@ from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.doctor import ensure_not_shadowed
+from rlsys.launch.earlier_runs import changes_since, with_models_of_runs
 from rlsys.launch.run_lock import lock_run
 from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
@@ -158,7 +159,8 @@ def train_job(
     """Run one training job; see `rlsys.train`. `sinks` get the events of the run, `stopping` may end it earlier."""
     began = time.monotonic()
     ensure_not_shadowed()
-    config = with_device_defaults(preflight.with_steps(preflight.with_absolute_paths(config)))
+    config = preflight.with_absolute_paths(with_models_of_runs(config))
+    config = with_device_defaults(preflight.with_steps(config))
     run_folder.check_run_dir(config)
     check_trackers(config)
     owns = config.trained_policies if config.policies else {POLICY: config}
@@ -169,8 +171,12 @@ def train_job(
         run_folder.make_run_dir(config)
     with lock_run(config.run_dir):
         starts = {name: run_folder.start_of(own) for name, own in owns.items()}
+        changes = {name: changes_since(own, at) for name, own in owns.items() if (at := starts[name].checkpoint)}
         with native_output_in(config.run_dir / "logs" / "driver.log"), dashboard_beside(config):
             job = TrainingJob.of(config, owns, starts, began, progress=progress)
+            for name, notes in changes.items():
+                for note in notes:
+                    job.runs[name].events.emit(CautionRaised(note))
             for sink in sinks:
                 job.events.attach(sink)
             with job.end_emitted():

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, PlainSerializer
 
 from rlsys.data.task_mixture import TaskMixture
 from rlsys.data.task_source import Cursor, SourceState, Tasks, TasksState
-from rlsys.errors import RunAborted
+from rlsys.errors import DataError, RunAborted
 from rlsys.loop.curation import Curation, CurationState
 from rlsys.types import Assignment, EpisodeMeta, GroupKey, PolicyVersion
 from rlsys.util.seeds import group_seed
@@ -179,12 +179,21 @@ class Ledger:
     def restore(self, state: LedgerState, finished: Collection[int]) -> list[str]:
         """Restore `state`: the groups `finished` are in the queue again, all other open ones will be reissued.
 
-        Returns what has changed in the tasks since. Raises `DataError` if they are others.
+        Returns what has changed in the tasks since. A group whose task is gone gets another one. Raises `DataError`
+        for a state that these sources cannot have.
         """
         notes = self.source.restore(TasksState(state.fingerprint, state.cursor, state.sources))
         self.next_group_id, self.num_consumed = state.next_group_id, state.num_consumed
-        self.open = {group_id: draw for group_id, draw in state.pending.items() if group_id in finished}
         self.curation.restore(state.curation, finished)
         self._weigh()
-        self._again = [each for each in state.pending.items() if each[0] not in finished]  # sorted, so a heap
+        pending = {group_id: self._placed(draw) if notes else draw for group_id, draw in state.pending.items()}
+        self.open = {group_id: draw for group_id, draw in pending.items() if group_id in finished}
+        self._again = [each for each in pending.items() if each[0] not in finished]  # sorted, so a heap
         return notes
+
+    def _placed(self, draw: TaskDraw) -> TaskDraw:
+        """Return a draw of the same place in tasks that have changed since, or the next draw if there is none."""
+        try:
+            return replace(draw, task_id=self.source.at(draw.cursor).id)
+        except DataError:
+            return self._draw()

@@ -3,8 +3,11 @@
     {"prompt": "385120>", "completion": "012358", "label": true}
     {"prompt": [{"role": "user", "content": "2+3?"}], "completion": [{"role": "assistant", "content": "6"}], "label": 0}
 
-Rows are TRL's unpaired preferences: `label` marks whether the completion is wanted, and is the reward, 1 or 0. A
-completion of several messages continues the conversation: the assistant's messages are trained, the others are context.
+    {"prompt": "385120>", "chosen": "012358", "rejected": "123580"}
+
+Rows are TRL's preferences. Unpaired ones have a `completion`, and `label` marks whether it is wanted. Paired ones have
+the answers `chosen` and `rejected`, each a trajectory of the episode. The reward of an answer is 1 if it is wanted, and
+0 if not. An answer of several messages continues the conversation: the assistant's are trained, the others are context.
 
 The engine computes the logprobs of the completion under its loaded weights, and they are recorded with that version. So
 the mismatch between engine and trainer stays visible, but the logprobs are not those of the completion's author. A loss
@@ -14,34 +17,37 @@ with importance ratios against the author's probabilities cannot work here; KTO'
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 from rlsys.agents.tool_calls import with_calls_as_text
-from rlsys.agents.workflow import Session, SingleTurn, Workflow
+from rlsys.agents.workflow import AgentStopped, Session, SingleTurn, Workflow
 from rlsys.data.row_adapters import RowProblem, describe_type, message_of, problem_lines
 from rlsys.errors import ConfigError, DataError
 from rlsys.types import Distribution, Json, Message, Prompt, Task
 
 
 class Offline(Workflow):
-    """One agent replays the row's `completion`; its reward is the row's `label`."""
+    """An agent for each answer of the row replays it; its reward says whether the answer is wanted."""
 
-    has_labels: ClassVar[bool] = True
+    name: ClassVar[str] = "offline"
 
     answers = "recorded"
     opens_with_prompt = True
     is_light = True
 
     async def run(self, session: Session) -> None:
-        agent = session.agent("policy")
-        label = label_of(session.task) if self.has_labels else 1.0
-        session.reward(label)  # first, since a conversation that outgrows the context ends below
-        for prompt, reply in exchanges_of(session.task):
-            await agent.recite(prompt, reply, tools=session.task.tools)
+        task = session.task
+        for column, reward in self._answers_of(task).items():
+            agent = session.agent("policy")
+            session.reward(reward, agent)
+            with suppress(AgentStopped):  # an answer that outgrows the context is trained as far as it goes
+                for prompt, reply in exchanges_of(task, column):
+                    await agent.recite(prompt, reply, tools=task.tools)
 
     def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
         """Raise `ConfigError` for keys that do not apply, `DataError` that lists the rows that cannot be used."""
-        name = "offline" if self.has_labels else "demonstrations"
+        name = self.name
         if group_size != 1:
             raise ConfigError(
                 f"algorithm.group_size: {group_size} episodes of a row would all be its one recorded completion; set "
@@ -61,22 +67,31 @@ class Offline(Workflow):
         """Return the single-turn workflow: in evaluation the policy samples its reply."""
         return SingleTurn()
 
+    def _answers_of(self, task: Task) -> dict[str, float]:
+        """Columns of the answers to replay, with their rewards. Raises `RowProblem`."""
+        if {"chosen", "rejected"} <= task.info.keys() and "completion" not in task.info:
+            return {"chosen": 1.0, "rejected": 0.0}
+        return {"completion": label_of(task)}
+
     def _problem_in(self, task: Task) -> RowProblem | None:
         try:
-            if self.has_labels:
-                label_of(task)
-            list(exchanges_of(task))
+            for column in self._answers_of(task):
+                list(exchanges_of(task, column))
         except RowProblem as problem:
             return problem
         return None
 
 
 class Demonstrations(Offline):
-    """One agent replays the answers of the row, which are all wanted: `completion`, or all messages of the assistant in
-    `messages`. For `algorithm.type: sft`."""
+    """One agent replays the answers of the row, which are all wanted: `completion`, all messages of the assistant in
+    `messages`, or `chosen`. For `algorithm.type: sft`."""
 
     is_light = True
-    has_labels = False
+    name = "demonstrations"
+
+    def _answers_of(self, task: Task) -> dict[str, float]:
+        column = next((name for name in ("completion", "messages", "chosen") if task.info.get(name) is not None), None)
+        return {column or "completion": 1.0}
 
 
 def label_of(task: Task) -> float:
@@ -89,25 +104,25 @@ def label_of(task: Task) -> float:
     raise RowProblem(f"`label` is {label!r}; give true or false")
 
 
-def exchanges_of(task: Task) -> Iterator[tuple[Prompt, str]]:
-    """Yield each prompt and the assistant's reply to it, in order. Raises `RowProblem`.
+def exchanges_of(task: Task, column: str) -> Iterator[tuple[Prompt, str]]:
+    """Yield each prompt and the assistant's reply to it, in order, of an answer. Raises `RowProblem`.
 
-    Of a row with `messages` and no `completion`, all messages of the assistant are replies.
+    `messages` are a whole conversation, any other column continues the prompt.
     """
-    completion = task.info.get("completion")
-    if completion is None and isinstance(conversation := task.info.get("messages"), list):
-        yield from _replies_in((), conversation, "messages")
+    answer = task.info.get(column)
+    if answer is None:
+        raise RowProblem(f"no `{column}`; the row has {_columns_of(task)}")
+    if isinstance(answer, str) and column != "messages":
+        yield task.prompt, _reply(answer, column)
         return
-    if completion is None:
-        raise RowProblem(f"no `completion`; the row has {_columns_of(task)}")
-    if isinstance(completion, str):
-        yield task.prompt, _reply(completion)
+    if not isinstance(answer, list):
+        raise RowProblem(f"`{column}` is {describe_type(answer)}; give text or a list of messages")
+    if column == "messages":
+        yield from _replies_in((), answer, column)
         return
-    if not isinstance(completion, list):
-        raise RowProblem(f"`completion` is {describe_type(completion)}; give text or a list of messages")
     if isinstance(task.prompt, str):
-        raise RowProblem("the `prompt` is text and the `completion` a list of messages; give both alike")
-    yield from _replies_in(task.prompt, completion, "completion")
+        raise RowProblem(f"the `prompt` is text and the `{column}` a list of messages; give both alike")
+    yield from _replies_in(task.prompt, answer, column)
 
 
 def _replies_in(history: tuple[Message, ...], conversation: list[Json], column: str) -> Iterator[tuple[Prompt, str]]:
@@ -120,13 +135,13 @@ def _replies_in(history: tuple[Message, ...], conversation: list[Json], column: 
         elif not history:
             raise RowProblem(f"the `{column}` has a message of the assistant that answers none; remove it, or join two")
         else:
-            yield history, _reply(with_calls_as_text(message)["content"])
+            yield history, _reply(with_calls_as_text(message)["content"], column)
             history = ()
 
 
-def _reply(text: str) -> str:
+def _reply(text: str, column: str) -> str:
     if not text:
-        raise RowProblem("the `completion` is empty; there is nothing to learn from it")
+        raise RowProblem(f"the `{column}` is empty; there is nothing to learn from it")
     return text
 
 

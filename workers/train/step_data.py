@@ -130,6 +130,7 @@ def check_skipped(algorithm: Algorithm) -> None:
         advantages_N=torch.zeros(8),
         staleness_N=torch.arange(8) % 3,
         lengths_S=lengths_S,
+        groups_S=torch.zeros_like(lengths_S),
         columns_N={kind: near() for kind in algorithm.columns},
     )
     if torch.autograd.grad(algorithm.loss(logprobs_N, batch).loss_N.sum(), logprobs_N)[0].any():

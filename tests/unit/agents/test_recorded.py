@@ -52,6 +52,9 @@ def recorded(row: Task, policy: ScriptedPolicy) -> Episode:
     return play(Offline(), row, policy)
 
 
+ASK = said("user", "2+3?")
+
+
 # ------------------------------------------------------------------------------------------------------------ workflow
 
 
@@ -106,6 +109,63 @@ def test_it_has_a_name_and_evaluations_let_the_policy_answer() -> None:
     assert same.in_evaluation() is same
 
 
+def test_preferred_and_rejected_answers_are_two_trajectories_of_an_episode() -> None:
+    policy = ScriptedPolicy()
+    chosen, rejected = recorded(task(chosen="012", rejected="0"), policy).trajectories
+    assert [(t.reward, t.turns[0].text, t.outcome) for t in (chosen, rejected)] == [(1.0, "012", OK), (0.0, "0", OK)]
+    assert {t.turns[0].prompt_ids for t in (chosen, rejected)} == {tuple(map(ord, "12>"))}
+    assert policy.asked == []  # nothing was sampled
+
+
+def test_a_demonstration_may_be_the_chosen_answer_of_a_preference() -> None:
+    (trajectory,) = play(Demonstrations(), task(chosen="012", rejected="0"), ScriptedPolicy()).trajectories
+    assert (trajectory.turns[0].text, trajectory.reward) == ("012", 1.0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASK], "chosen": [said("assistant", "5")], "rejected": [said("assistant", "6")]},
+        {"chosen": [ASK, said("assistant", "5")], "rejected": [ASK, said("assistant", "6")]},
+        {"prompt": "2+3?", "chosen": [ASK, said("assistant", "5")], "rejected": [ASK, said("assistant", "6")]},
+        {"prompt": [ASK], "chosen": [ASK, said("assistant", "5")], "rejected": [ASK, said("assistant", "6")]},
+    ],
+    ids=["apart", "in both", "as text too", "as messages too"],
+)
+def test_rows_of_preferences_have_one_prompt_in_every_form_of_the_field(row: dict[str, Json], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (one,) = load_tasks(path)
+    Offline().check([one], group_size=1, distribution=Distribution())
+    chosen, rejected = recorded(one, ScriptedPolicy()).trajectories
+    assert one.prompt == (ASK,)
+    assert [t.turns[0].text for t in (chosen, rejected)] == ["5", "6"]
+    assert len({t.turns[0].prompt_ids for t in (chosen, rejected)}) == 1
+
+
+def test_preferences_that_differ_early_share_the_prompt_before(tmp_path: Path) -> None:
+    row = {
+        "chosen": [ASK, said("assistant", "5"), said("user", "sure?"), said("assistant", "yes")],
+        "rejected": [ASK, said("assistant", "6"), said("user", "sure?"), said("assistant", "no")],
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (one,) = load_tasks(path)
+    chosen, rejected = recorded(one, ScriptedPolicy()).trajectories
+    assert (one.prompt, [t.text for t in chosen.turns], [t.text for t in rejected.turns]) == (
+        (ASK,),
+        ["5", "yes"],
+        ["6", "no"],
+    )
+
+
+def test_a_column_called_chosen_that_is_no_list_of_messages_stays(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "Which?", "answer": "A", "chosen": "A", "rejected": ["B", "C"]}) + "\n")
+    (one,) = load_tasks(path)
+    assert (one.prompt, one.info["chosen"], one.info["rejected"]) == ("Which?", "A", ["B", "C"])
+
+
 # ------------------------------------------------------------------------------------------------------------ bad rows
 
 
@@ -128,6 +188,9 @@ ASKED = (said("user", "go"),)
         (task(ASKED, completion=["x"], label=True), 'message 1 of the `completion` is not of the form {"role"'),
         (task(ASKED, completion=[*ANSWER, *ANSWER], label=True), "a message of the assistant that answers none"),
         (task(ASKED, completion=[{"role": "assistant", "content": ""}], label=True), "the `completion` is empty"),
+        (task(chosen="x", rejected=""), "the `rejected` is empty"),
+        (task(chosen=None, rejected="x"), "no `chosen`; the row has prompt, chosen, rejected"),
+        (task(chosen=ANSWER, rejected=ANSWER), "the `prompt` is text and the `chosen` a list of messages"),
     ],
 )
 def test_unusable_rows_are_named_before_the_run_starts(row: Task, problem: str) -> None:

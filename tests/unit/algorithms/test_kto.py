@@ -69,6 +69,7 @@ def inputs(samples: list[Sample], mismatches: list[list[float]] | None = None, *
         advantages_N=weights_S.repeat_interleave(lengths_S),
         staleness_N=torch.zeros(len(ratios_N), dtype=torch.int64),
         lengths_S=lengths_S,
+        groups_S=torch.arange(len(samples)),
         columns_N={
             Column.REFERENCE_LOGPROBS: torch.full_like(ratios_N, -1.0),
             Column.REFERENCE_MISMATCHED: torch.full_like(ratios_N, -2.0),

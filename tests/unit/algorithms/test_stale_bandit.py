@@ -46,6 +46,7 @@ def learned(staleness: int, seed: int, *, is_blind: bool = False) -> float:
             advantages_N=standardised((actions_CS == right_C1).float()),
             staleness_N=torch.full((len(behavior_N),), staleness),
             lengths_S=torch.ones(len(behavior_N), dtype=torch.int64),
+            groups_S=torch.zeros(len(behavior_N), dtype=torch.int64),
         )
         optimizer.zero_grad()
         GRPO().loss(logprobs_N, inputs).loss_N.mean().backward()

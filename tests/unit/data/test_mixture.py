@@ -118,8 +118,8 @@ def test_a_source_that_is_gone_or_changed_is_named():
     state = mixture(SIZES, {"a": 1, "b": 1, "c": 1}).state()
     with pytest.raises(DataError, match=r"the source b of the checkpoint is gone.*keep it, with weight 0"):
         mixture({"a": 30, "c": 11}, {"a": 1, "c": 1}).restore(state)
-    with pytest.raises(DataError, match=r"source c: the tasks are not those of the checkpoint"):
-        mixture({**SIZES, "c": 12}, {"a": 1, "b": 1, "c": 1}).restore(state)
+    (note,) = mixture({**SIZES, "c": 12}, {"a": 1, "b": 1, "c": 1}).restore(state)
+    assert note.startswith("source c: the tasks are others than those of the checkpoint")
     assert shares(drawn(mixture(SIZES, {"a": 1, "b": 0, "c": 1}), 10)) == {"a": 5, "c": 5}
 
 

@@ -89,17 +89,28 @@ def test_every_order_of_a_small_set_is_about_equally_likely() -> None:
     assert all(850 < count < 1150 for count in orders.values())
 
 
-def test_a_checkpoint_of_other_data_is_refused() -> None:
-    saved = TaskSource(tasks(10), seed=0).fingerprint
-    TaskSource(tasks(10), seed=0).check(saved)
+def test_other_tasks_than_those_of_the_checkpoint_are_said_and_begin_at_the_same_place() -> None:
+    before = TaskSource(tasks(10), seed=0)
+    drawn(before, 17)
     for other in (
         TaskSource(tasks(11), seed=0),
         TaskSource(tasks(10, answer="changed"), seed=0),
         TaskSource(tasks(10), seed=1),
         TaskSource(tasks(10), seed=0, shuffle=False),
     ):
-        with pytest.raises(DataError, match="not those of the checkpoint"):
-            other.check(saved)
+        (note,) = other.restore(before.state())
+        assert before.fingerprint in note and other.fingerprint in note and "task 8 of epoch 2" in note
+        assert other.cursor == Cursor(1, 7)
+    assert TaskSource(tasks(10), seed=0).restore(before.state()) == []
+
+
+def test_where_the_place_is_gone_the_next_epoch_begins() -> None:
+    before = TaskSource(tasks(10), seed=0)
+    drawn(before, 17)
+    shorter = TaskSource(tasks(6), seed=0)
+    (note,) = shorter.restore(before.state())
+    assert "task 1 of epoch 3" in note
+    assert len(set(drawn(shorter, 6))) == 6
 
 
 def test_a_cursor_outside_the_data_is_refused() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.data.task_source import TaskSource
-from rlsys.errors import DataError
 from rlsys.loop.task_ledger import Ledger
 from rlsys.testing import tasks
 from rlsys.types import Assignment
@@ -75,10 +76,32 @@ def test_a_lost_group_is_issued_again_before_new_ones():
         ledger.again(1)
 
 
-def test_other_tasks_than_those_of_the_checkpoint_are_refused():
-    state = ledger_of().state()
-    with pytest.raises(DataError, match="the tasks are not those of the checkpoint"):
-        ledger_of(num_tasks=6).restore(state, finished=())
+@pytest.mark.parametrize("num_tasks", [3, 5, 9])
+def test_rows_that_were_removed_or_added_between_two_sessions_are_said_and_it_goes_on(num_tasks):
+    before = ledger_of()
+    issued = [before.issue(0) for _ in range(4)]
+    before.consume([0])
+    after = ledger_of(num_tasks=num_tasks)
+    (note,) = after.restore(before.state(), finished=[2]) or [""]
+    assert ("the tasks are others than those of the checkpoint" in note) == (num_tasks != 5)
+    again = [after.issue(0) for _ in range(12)]
+    assert [a.group_id for a in again] == [1, 3, *range(4, 14)]
+    assert [a.seed for a in again[:2]] == [issued[1].seed, issued[3].seed]
+    assert {a.task.id for a in again} == {task.id for task in tasks(num_tasks)}
+    after.again(2)
+    assert after.issue(0).task in tasks(num_tasks)
+
+
+def test_rows_that_were_repaired_come_in_the_place_of_those_they_replace():
+    before = ledger_of()
+    issued = [before.issue(0) for _ in range(2)]
+    repaired = [replace(task, answer=f"{task.answer}!") for task in tasks(5)]
+    after = Ledger(TaskSource(repaired, seed=3), group_size=2, seed=3)
+    (note,) = after.restore(before.state(), finished=())
+    assert "at task 3 of epoch 1" in note
+    again = [after.issue(0) for _ in range(3)]
+    assert [a.task.answer for a in again[:2]] == [f"{a.task.answer}!" for a in issued]
+    assert len({a.task.prompt for a in again}) == 3
 
 
 def test_what_waits_to_be_issued_again_survives_a_second_interruption():
