@@ -29,6 +29,7 @@ from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.passed_checks import PassedChecks
 from rlsys.launch.prompt_checks import check_prompts, too_long
 from rlsys.rewards.reward_function import RewardSum
+from rlsys.rewards.verl_sources import ANSWERED, BOXED, GSM8K, is_known
 from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name
 
@@ -302,12 +303,32 @@ def _tasks(key: str, path: str, columns: Columns) -> Sequence[Task]:
 
 
 def _check_rewards(key: str, tasks: Sequence[Task], config: Config, source: str) -> None:
-    """Raise `ConfigError` if a reward function of the source needs a column that some of the tasks lack."""
+    """Raise `ConfigError` if a reward function of the source needs a column that some of the tasks lack, or is not the
+    rule of their `data_source`."""
+    _check_data_sources(key, tasks, config, source)
     rewards = RewardSum(config.reward_functions)
     try:
         rewards.check(reduce(and_, (task.info.keys() for task in tasks)), source)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_data_sources(key: str, tasks: Sequence[Task], config: Config, source: str) -> None:
+    """Raise `ConfigError` if `verl` has no rule for a `data_source`, or if it has one and no function is given."""
+    names = {str(task.info.get("data_source")) for task in tasks}
+    known = sorted(filter(is_known, names))
+    if config.algorithm.uses_rewards and config.reward.fn is None and known:
+        raise ConfigError(
+            f"reward.fn: the rows of {key} have the data_source {known[0]}, and no function is given: set "
+            "reward.fn=verl to score them by its rule, or reward.fn=exact if a reply has to equal the answer"
+        )
+    scores_them = any(spec.fn == "verl" and spec.source in (None, source) for spec in config.reward_functions)
+    if scores_them and (unknown := sorted(names - {*known})):
+        raise ConfigError(
+            f"reward.fn: verl has no rule for the data_source {unknown[0]} of {key}; it has rules for "
+            f"{', '.join(sorted(GSM8K | BOXED))}, and names that begin with {' or '.join(ANSWERED)}: give a function "
+            "of yours"
+        )
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -48,6 +48,7 @@ BUILTIN: Mapping[str, ReadyMade] = {
     "parallel": ReadyMade("rlsys.rewards.length_rewards", "Parallel"),
     "target_length": ReadyMade("rlsys.rewards.length_rewards", "TargetLength"),
     "math": ReadyMade("rlsys.rewards.math_reward", "math", "math-verify", "math"),
+    "verl": ReadyMade("rlsys.rewards.verl_rewards", "verl", "math-verify", "math"),
     JUDGE: ReadyMade("rlsys.rewards.llm_judge", "LlmJudge", "openai", "judge"),
     SERVER: ReadyMade("rlsys.rewards.reward_server", "RewardServer"),
     "reasoning_gym": ReadyMade("rlsys.rewards.reasoning_gym_reward", "ReasoningGymReward", "reasoning-gym", "gym"),

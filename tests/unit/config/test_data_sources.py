@@ -133,6 +133,19 @@ def test_a_column_that_a_reward_needs_is_asked_of_its_source_alone(tmp_path: Pat
         training_tasks(load(both, f"reward.fn=[{{fn: exact}}, {{fn: {own}, source: a}}]"))
 
 
+def test_rows_of_verl_with_a_rule_of_their_own_are_not_compared_as_a_whole_unasked(tmp_path: Path):
+    row = {"prompt": "2+3?", "reward_model": {"style": "rule", "ground_truth": "5"}}
+    known = f"data.path={written(tmp_path, 'a.jsonl', {**row, 'data_source': 'openai/gsm8k'})}"
+    with pytest.raises(ConfigError, match=r"^reward\.fn: .* data_source openai/gsm8k, .* set reward\.fn=verl to score"):
+        training_tasks(load(known))
+    for function in ("verl", "exact"):
+        assert training_tasks(load(known, f"reward.fn={function}"))
+    own = f"data.path={written(tmp_path, 'b.jsonl', {**row, 'data_source': 'sums'})}"
+    assert training_tasks(load(own))
+    with pytest.raises(ConfigError, match=r"^reward\.fn: verl has no rule for the data_source sums of"):
+        training_tasks(load(own, "reward.fn=verl"))
+
+
 def test_weights_that_follow_need_several_sources() -> None:
     with pytest.raises(ConfigError, match=r"curation\.source_weights: there is one source of data"):
         Config.load([], [*NEEDED, "data.path=a", "curation.source_weights=reward_std"])

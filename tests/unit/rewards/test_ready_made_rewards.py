@@ -49,6 +49,29 @@ def test_a_row_without_an_answer_cannot_be_scored(name: str, args: dict[str, Jso
     assert scores(name, None, "123", **args) == [Score(None, "the row has no answer")]
 
 
+def of_verl(data_source: str, answer: str, *completions: str) -> list[float | None]:
+    with asyncio.Runner() as runner:
+        function = RewardFunction.load("verl", {})
+        task = Task(id="t", prompt="p", answer=answer, info={"data_source": data_source})
+        said = [RewardInput(text) for text in completions]
+        return [s.value for s in function.scores(results_of(function.begin(task, said), runner), len(said))]
+
+
+def test_rows_of_verl_are_scored_by_the_rule_of_their_source() -> None:
+    said = ("so #### 72", "#### 71, no: #### 1,072", "72", "#### 72.")
+    assert of_verl("openai/gsm8k", "72", *said) == [1, 0, 0, 1]
+    assert of_verl("openai/gsm8k", "1072", said[1]) == [1]
+    for name in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "numina_olympiads"):
+        assert of_verl(name, r"\frac{1}{2}", r"\boxed{0.5}", r"\boxed{2}", "1/2") == [1, 0, 0]
+    said = ("Answer: 113", "answer: 112\nAnswer: $113$", r"Answer: \boxed{113}", "113", "Answer: 12")
+    assert of_verl("aime2024", "113", *said) == [1, 1, 1, -1, -1]
+    assert of_verl("math_dapo", "113", said[0]) == [1]
+
+
+def test_a_source_without_a_rule_is_no_zero() -> None:
+    assert of_verl("sums", "5", "5") == [None]
+
+
 def test_regex_compares_its_last_match_with_the_answer() -> None:
     assert values("regex", "42", "#### 41, no: #### 42", "#### 42 or #### 41", "42", pattern=r"#### (\S+)") == [1, 0, 0]
 
