@@ -65,7 +65,7 @@ class Workflow(Budget):
         """Play one episode: create agents, chat.
 
         `AgentStopped` truncates the episode and `ToolError` fails it. Any other exception also fails it, with the
-        traceback as the reason, but ends the run if the policy has not replied yet; see `play_or_fail`.
+        traceback as the reason; before the policy's first reply, its group is attempted again, see `play_or_fail`.
         """
         raise NotImplementedError(f"{type(self).__name__} plays nothing: implement `run`")
 

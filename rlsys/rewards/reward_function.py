@@ -63,7 +63,7 @@ steps behind the weights that sampled. Logged numbers are parts of the scores, a
 logged values are discarded."""
 MODEL = "model"
 """Name of the reward model in metrics and failures; it is weighted and summed like a function."""
-NOT_APPLICABLE = Score(None, "not applicable")
+NOT_APPLICABLE = Score(None, "no reward function applies to it: each returned None, or has a `given` that was not met")
 GREATEST = 1e30
 """Greatest reward, also below 0: sums and squares of more would overflow, in single precision too."""
 
@@ -474,12 +474,22 @@ def score_of(value: object) -> Score:
     """Convert a return value to a score.
 
     Any number up to `GREATEST` is valid, also from NumPy or a one-element tensor. A dict contains the value as `score`;
-    its other such numbers are parts of the score.
+    its other such numbers are parts of the score. An object of a class of the user's own is read here, because the
+    worker does not have that class; what it raises is a failure.
     """
     if isinstance(value, float):  # first, because asking for protocols takes longer
         return _finite(float(value))
+    try:
+        return _score_of(value)
+    except Exception as error:  # noqa: BLE001  (the boundary to user code)
+        return _failure(error)
+
+
+def _score_of(value: object) -> Score:
     if isinstance(value, Score):
-        return value
+        parts = {str(name): float(part) for name, part in value.parts.items()}
+        score = Score(None, str(value.failure)) if value.value is None else _finite(float(value.value))
+        return replace(score, parts=parts, others={i: _score_of(s) for i, s in value.others.items()}, down=value.down)
     if isinstance(value, Mapping):
         if "score" not in value:
             return Score(None, f"returned {_value_excerpt(value)}, which has no `score`")

@@ -92,7 +92,10 @@ def describe_error(error: BaseException, *, through: int = -1) -> str:
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_import(f.filename)]
     places = [f"{f.filename}:{f.lineno}" for f in [*frames[through:][:1], *frames[-1:]]]
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (an error of the user's own class)
+        text = "its text cannot be had"
     if isinstance(error, SyntaxError) and error.filename:
         text, places = error.msg, [*places[:-1], f"{error.filename}:{error.lineno}"]
     return f"{type(error).__name__}: {text}" + (f" at {', in '.join(dict.fromkeys(places))}" if places else "")

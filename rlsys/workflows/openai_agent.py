@@ -74,7 +74,7 @@ class OpenAIAgent(Workflow):
     than 0: it is then left out of training. If the program fails or the function raises because a request was
     refused, the reason decides: the episode is truncated for a full context or a spent budget, and fails for messages
     that the chat template refuses. Any other exception of a function, such as the `MaxTurnsExceeded` of a framework,
-    fails the episode; before the first reply it is a bug, and ends the run.
+    fails the episode; before the first reply, its group is attempted again.
 
     The agent of the last reply is the root of the episode: reward functions score that reply, regardless of the number
     of conversations.
@@ -102,7 +102,13 @@ class OpenAIAgent(Workflow):
             raise ValueError("give either `agent`, an async function, or `command`, a program")
 
     def check(self, tasks: Sequence[Task], *, group_size: int, distribution: Distribution) -> None:
-        """Raise `ConfigError` if the program does not exist."""
+        """Raise `ConfigError` if the program does not exist, `DataError` for a prompt that cannot be its argument."""
+        with_nul = [task.id for task in tasks if isinstance(task.prompt, str) and "\0" in task.prompt]
+        if with_nul and any("{prompt}" in part for part in self.command):
+            raise DataError(
+                f"rollout.workflow.command: the prompt of task {with_nul[0]} contains a NUL, which no argument of a "
+                "program may: remove it, or let the program read the prompt on stdin"
+            )
         if self.command and shutil.which(self.command[0], path=_search_path()) is None:
             raise ConfigError(f"rollout.workflow.command: there is no program {self.command[0]!r}")
 

@@ -133,7 +133,13 @@ def test_a_failing_judge_drops_only_its_groups_with_the_reason(model_path, data_
     events = [json.loads(line) for line in (config.run_dir / "events.jsonl").read_text().splitlines()]
     dropped = [e for e in events if e["kind"] == "group_dropped"]
     assert {e["reason"] for e in dropped} == {"failed"}
-    for words in ("raised ValueError: no digits at", "took longer than 1 s", "returned nan", "not applicable", "(str)"):
+    for words in (
+        "raised ValueError: no digits at",
+        "took longer than 1 s",
+        "returned nan",
+        "no reward function applies",
+        "(str)",
+    ):
         assert any(words in e["detail"] for e in dropped), words
 
 

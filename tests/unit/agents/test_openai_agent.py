@@ -16,7 +16,7 @@ import pytest
 
 from rlsys.agents.agent import Policy
 from rlsys.agents.workflow import play_or_fail
-from rlsys.errors import ConfigError, TaskTooLong, WorkerDied
+from rlsys.errors import ConfigError, DataError, TaskTooLong, WorkerDied
 from rlsys.testing import ScriptedPolicy, play_scripted
 from rlsys.types import POLICY, Distribution, Message, Task, Trajectory, Turn
 from rlsys.workflows.openai_agent import OpenAIAgent
@@ -238,6 +238,14 @@ def test_what_a_program_started_ends_with_the_replica(tmp_path: Path, way: str):
             assert holders.have_started()
             replica.kill()
         assert holders.are_gone()
+
+
+def test_a_prompt_that_cannot_be_an_argument_is_named_before_the_run():
+    tasks = [Task(id="good", prompt="2+3?"), Task(id="bad", prompt="2\0+3?")]
+    rules: dict[str, Any] = {"group_size": 1, "distribution": Distribution()}
+    with pytest.raises(DataError, match=r"command: the prompt of task bad contains a NUL"):
+        OpenAIAgent(command=(sys.executable, "solve.py", "{prompt}")).check(tasks, **rules)
+    OpenAIAgent(command=(sys.executable, "solve.py")).check(tasks, **rules)  # it reads stdin
 
 
 def test_a_program_that_cannot_be_started_says_why(tmp_path: Path):

@@ -176,6 +176,52 @@ def test_only_a_finite_number_is_a_score(value: object, score: Score) -> None:
     assert score_of(value) == score
 
 
+class Own(float):
+    """A number of the user's own class, which no worker can unpickle."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no words for it")
+
+
+class OwnScore(Score):
+    """A score of the user's own class."""
+
+
+class Unreadable:
+    """An object whose number cannot be had."""
+
+    def __float__(self) -> float:
+        raise Speechless
+
+
+class Speechless(Exception):
+    """An error that cannot be written."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words for it")
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (Own(0.5), 0.5),
+        ({"score": Own(0.5), "length": Own(3)}, 0.5),
+        (OwnScore(Own(0.5), parts={"length": Own(3)}), 0.5),
+        (Score(math.nan), None),
+        (Score(1e40), None),
+        (Unreadable(), None),
+        (object.__new__(type("Odd", (), {"__repr__": lambda self: 1 / 0})), None),
+    ],
+    ids=["number", "in a dict", "score", "no number", "too large", "unreadable", "no words"],
+)
+def test_a_result_of_a_class_of_the_users_own_is_a_plain_score(value: object, score: float | None) -> None:
+    found = score_of(value)
+    numbers = [found.value, *found.parts.values()]
+    assert (found.value, type(found)) == (score, Score)
+    assert {type(number) for number in numbers} <= {float, type(None)}
+    assert bool(found.failure) == (score is None)
+
+
 # ------------------------------------------------------------------------------------------------- TRL, as documented
 
 BOXED = r"""
