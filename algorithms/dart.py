@@ -37,15 +37,16 @@ class DART(GRPO):
 
     @property
     def scores_ahead(self) -> bool:
-        """False: entropies are those of the sampler."""
-        return False
+        """False, unless single tokens are chosen too: the entropies of samples are those of the sampler."""
+        return self.top_entropy_quantile < 1
 
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """Compute the least entropy of a sample that is trained."""
+        shared = super().step_statistics(step, ranks)
         totals_S = sample_totals(-step.behavior_logprobs_N, step.lengths_S)
         values_S = ranks.gather(totals_S / step.lengths_S.clamp(min=1)).sort(descending=True).values
         least = values_S[ceil(self.kept * len(values_S)) - 1].item() if len(values_S) else 0.0
-        return {LEAST_ENTROPY: least}
+        return {**shared, LEAST_ENTROPY: least}
 
     def surrogate(self, policies: Policies) -> LossOutput:
         output = super().surrogate(policies)

@@ -62,14 +62,15 @@ class M2PO(PolicyGradient):
 
     def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
         """Compute the largest (log r)² of a kept trust-region token; -1 if none is kept."""
+        shared = super().step_statistics(step, ranks)
         drift_N, is_trust_region_N = _drift(step)
         squares_N = ranks.gather(drift_N[is_trust_region_N]).sort().values
         if len(squares_N) == 0:
-            return {LARGEST_KEPT: -1.0}
+            return {**shared, LARGEST_KEPT: -1.0}
         counts_N = squares_N.new_ones(len(squares_N)).double().cumsum(0)
         is_small_N = squares_N.double().cumsum(0) <= self.tau * counts_N
         is_small_N[:-1] &= squares_N[:-1] < squares_N[1:]
-        return {LARGEST_KEPT: squares_N.masked_fill(~is_small_N, -1.0).max().item()}
+        return {**shared, LARGEST_KEPT: squares_N.masked_fill(~is_small_N, -1.0).max().item()}
 
     def surrogate(self, policies: Policies) -> LossOutput:
         ratio_N = policies.ratio()

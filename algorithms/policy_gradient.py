@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import partial
-from math import isfinite, sqrt
+from math import ceil, isfinite, sqrt
 from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
@@ -19,9 +19,9 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from algorithms.corrections import Corrections, Policies, Tis, apply_corrections, carries_ratio, problems_of
-from algorithms.fields import RULES, Over, ShareBelowOne
+from algorithms.fields import RULES, AtMostOne, Over, ShareBelowOne
 from algorithms.kl import Estimator, kl_term
-from rlsys.algorithm import Aggregation, Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
+from rlsys.algorithm import Aggregation, Algorithm, Column, LossInputs, LossOutput, Ranks, TrajectoryAdvantage
 from rlsys.types import Group, OutcomeKind, TrajectoryMeta
 from rlsys.util.deviation import deviation
 from rlsys.util.number_ranges import Fraction
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 UNCLIPPED_STALENESS = 2
 """Staleness up to which `tis` in place of the clip cost no reward that could be measured; see docs/stability.md."""
+LEAST_ENTROPY = "least_entropy"
+"""Fact of a step: the least entropy of a token that `top_entropy_quantile` trains."""
 Place: TypeAlias = tuple[int, int]
 """Index of an episode in its group, and of a trajectory in that episode."""
 
@@ -146,7 +148,7 @@ def leave_one_out(rewards_G: Sequence[float], *, ends: EarlyEnds | None = None) 
 
 @dataclass(frozen=True, kw_only=True, config=RULES)
 class PolicyGradient(Algorithm):
-    """Base of the family: L = corrections · (surrogate + kl_coef · KL) per token.
+    """Base of the family: L = corrections · (surrogate + kl_coef · KL) - entropy_coef · entropy per token.
 
     A root's reward is compared with those of the group's other roots, any other agent's with those of the same agent
     name. An agent without a reward takes its root's advantage and is no peer. So the number of agents in an episode
@@ -179,6 +181,13 @@ class PolicyGradient(Algorithm):
     team_share: Fraction = 0.0
     """Share of the root's advantage in the advantage of an agent with a reward; the rest is the agent's. From 0, the
     agent's alone, to 1, the root's alone."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy of each token's distribution, in nats, which is subtracted from the loss: a bonus for a
+    policy that stays undecided. Corrections do not weight it."""
+    top_entropy_quantile: AtMostOne = 1.0
+    """Share of the step's tokens that the surrogate trains: those of the highest entropy at the start of the step,
+    where a reply takes its turns (arXiv:2506.01939, which trains .2). The others stay in the denominator. Several
+    updates share the threshold."""
     over: Over = "tokens"
     """Unit that the loss is averaged over. `tokens`: every token weighs the same. `sequences`: every sample. `budget`:
     every sample's sum is divided by `budget`. `agents`: every episode weighs the same, and in it every agent."""
@@ -230,7 +239,25 @@ class PolicyGradient(Algorithm):
         own = type(self)
         has_own_terms = own.loss is not PolicyGradient.loss or own.kl is not PolicyGradient.kl
         is_whole = not has_own_terms and own.token_advantages is Algorithm.token_advantages
-        return is_whole and self.kl_coef == 0 and not (self.whitens or self.has_step_statistics)
+        has_terms = self.kl_coef > 0 or self.entropy_coef > 0
+        return is_whole and not has_terms and not (self.whitens or self.has_step_statistics)
+
+    @property
+    def differentiates_entropy(self) -> bool:
+        return self.entropy_coef > 0
+
+    @property
+    def has_step_statistics(self) -> bool:
+        return self.top_entropy_quantile < 1
+
+    def step_statistics(self, step: LossInputs, ranks: Ranks) -> Mapping[str, float]:
+        """Compute the least entropy of a token that is trained; nothing if all are."""
+        if self.top_entropy_quantile == 1:
+            return {}
+        assert step.entropies_N is not None, "`scores_ahead` gives it"
+        entropies_N = ranks.gather(step.entropies_N).sort(descending=True).values
+        least = entropies_N[ceil(self.top_entropy_quantile * len(entropies_N)) - 1].item() if len(entropies_N) else 0.0
+        return {LEAST_ENTROPY: least}
 
     def credits(
         self, group: Group, known: Container[Place]
@@ -257,9 +284,23 @@ class PolicyGradient(Algorithm):
         return self.assign_credit(group, peer_advantages(group, partial(centre_rewards, std_normalize=std_normalize)))
 
     def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
-        """Corrections · (surrogate + kl_coef · KL) per token."""
+        """Corrections · (surrogate + kl_coef · KL) - entropy_coef · entropy per token."""
         policies = self.policies(logprobs_N, batch)
-        return apply_corrections(self.correction, policies, self.surrogate(policies), self.kl(policies))
+        surrogate = self._of_top_entropies(self.surrogate(policies), batch)
+        output = apply_corrections(self.correction, policies, surrogate, self.kl(policies))
+        if not self.entropy_coef:
+            return output
+        assert batch.entropies_N is not None, "the trainer gives it"
+        return LossOutput(output.loss_N - self.entropy_coef * batch.entropies_N, output.metrics_N)
+
+    def _of_top_entropies(self, surrogate: LossOutput, batch: LossInputs) -> LossOutput:
+        """The surrogate without the tokens below `top_entropy_quantile`."""
+        if self.top_entropy_quantile == 1:
+            return surrogate
+        assert batch.entropies_N is not None, "the trainer gives it"
+        is_masked_N = batch.entropies_N.detach() < batch.facts[LEAST_ENTROPY]
+        metrics_N = {**surrogate.metrics_N, "policy/low_entropy_frac": is_masked_N.float()}
+        return LossOutput(surrogate.loss_N * ~is_masked_N, metrics_N)
 
     def surrogate(self, policies: Policies) -> LossOutput:
         """Loss of each token, whose gradient is that of the objective; before the KL term and corrections.

@@ -213,7 +213,8 @@ class Chaos:
         self.run.follow()
         ended = self.run.events[-1]
         if code != 1 or ended["kind"] != "run_ended" or "Traceback" in self.run.console:
-            self.broken.append(f"lost cluster: exit code {code} after {self.named_s[-1]:.1f} s; last event {ended}")
+            log = (self.run.folder / "logs" / "driver.log").read_text(errors="replace")[-5000:]
+            self.broken.append(f"lost cluster: exit code {code} after {self.named_s[-1]:.1f} s; {ended}; {log}")
         self.cluster.start_again()
         kept = [word for word in self.run.command if not word.startswith("ray=")]
         self.run.command = [*kept, f"ray={self.cluster.address}"]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeA
 
 from rlsys.errors import ConfigError
 from rlsys.types import Answers, Group, PolicyVersion
+from rlsys.util.number_ranges import Count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,6 +163,9 @@ class LossInputs:
     groups_S: Tensor
     """Position in the step of each sample's group; a group may be spread over micro-batches and ranks."""
     columns_N: Mapping[Column, Tensor] = field(default_factory=dict)
+    entropies_N: Tensor | None = None
+    """Entropy of the distribution of each token, in nats: in `step_statistics` with `scores_ahead` under the weights at
+    the start of the step, in `loss` under the current ones, with gradient if the algorithm `differentiates_entropy`."""
     returns_N: Tensor | None = None
     """Targets of the critic, if `token_advantages` returned them."""
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -201,6 +205,9 @@ class Algorithm:
 
     group_size: int = 8
     """Episodes rolled out per task and compared with each other."""
+    passes: Count = 1
+    """Passes over the groups of a step, each of `train.updates_per_step` updates: PPO's K epochs. In later ones, the
+    policy has moved away from what sampled the tokens."""
     frozen_agents: tuple[str, ...] = ()
     """Names of agents that are not trained, such as `lead`, although the trained policy samples for them. Their rewards
     still count: in baselines, and for agents without a reward."""
@@ -254,6 +261,11 @@ class Algorithm:
     def skips_zero_advantages(self) -> bool:
         """True if the loss of a sample is 0 where its advantages are, whatever its tokens: then it goes through no
         model. Such samples still count in the averages of the loss."""
+        return False
+
+    @property
+    def differentiates_entropy(self) -> bool:
+        """True if `loss` needs the gradient of `entropies_N`, which costs about as much memory as that of logprobs."""
         return False
 
     @property

@@ -221,7 +221,9 @@ class Config(Section):
     @property
     def staleness_caution(self) -> str:
         """Cost of a safe staleness with this algorithm, and the remedy; empty if there is none."""
-        return self.algorithm.staleness_caution(self.staleness_bound, self.train.updates_per_step)
+        return self.algorithm.staleness_caution(
+            self.staleness_bound, self.train.updates_per_step * self.algorithm.passes
+        )
 
     @property
     def samples_per_step(self) -> int:

@@ -142,7 +142,7 @@ class Curation:
         cleared; 0: always.
         """
         self.rules, self.events = rules or CurationSection(), events or Events()
-        self.look_again, self._success, self._min_episodes = look_again, success, min_episodes
+        self.look_again, self.success, self._min_episodes = look_again, success, min_episodes
         self.num_smaller = 0
         """Groups with fewer episodes than the group size."""
         self.num_passed_over = 0
@@ -278,7 +278,7 @@ class Curation:
             del self._successes[task_id]
 
     def _is_success(self, reward: float) -> bool:
-        return is_success(reward, self._success)
+        return is_success(reward, self.success)
 
     # ---------------------------------------------------------------------------------------------------------- settle
 

@@ -15,7 +15,7 @@ from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import StepResult, merge_metrics
 from rlsys.monitoring.events import CautionRaised, Events, emit_busy
 from rlsys.monitoring.metric_catalog import STALENESS_BUCKETS
-from rlsys.types import Busy, Group, OutcomeKind, PolicyVersion
+from rlsys.types import Busy, Group, OutcomeKind, PolicyVersion, is_success
 from rlsys.util.deviation import deviation
 
 ACTIVITY_OF = {
@@ -161,7 +161,8 @@ def step_metrics(result: StepResult, version: PolicyVersion, queue: GroupQueue, 
         "perf/samples_per_s": result.num_episodes / seconds,
     }
     truncated = [t.outcome.kind is OutcomeKind.TRUNCATED for g in groups for _, t in g.trajectories()]
-    own = {**_rewards(groups, clock.part_names), **_distribution("completions/length", _lengths_of(groups))}
+    own = _rewards(groups, clock.part_names, queue.ledger.curation.success)
+    own |= _distribution("completions/length", _lengths_of(groups))
     own |= {"completions/truncated_frac": fmean(truncated), **_staleness(groups, version, queue)}
     if differences := [a.difference for group in groups for a in group.weights if a.difference is not None]:
         own["sampler/probe_diff"] = max(differences)
@@ -169,7 +170,7 @@ def step_metrics(result: StepResult, version: PolicyVersion, queue: GroupQueue, 
     return merge_metrics(own, times, speeds, result.stats.metrics)
 
 
-def _rewards(groups: Sequence[Group], names: PartNames) -> dict[str, float]:
+def _rewards(groups: Sequence[Group], names: PartNames, success: float) -> dict[str, float]:
     by_group = [_rewards_of(group) for group in groups]
     rewards = [r for group in by_group for r in group]
     compared = [group for group in by_group if len(group) > 1]
@@ -181,9 +182,12 @@ def _rewards(groups: Sequence[Group], names: PartNames) -> dict[str, float]:
                     by_part[part].append(value)
     by_source: dict[str, list[float]] = defaultdict(list)
     failed_by: dict[str, list[bool]] = defaultdict(list)
+    solved_by: dict[str, list[bool]] = defaultdict(list)
     for group, own in zip(groups, by_group, strict=True):
         by_source[group.source] += own
         failed_by[group.source] += (episode.is_failed for episode in group.episodes)
+        solved_by[group.source].append(any(is_success(reward, success) for reward in own))
+    sources = [name for name in solved_by if name]
     return {
         "reward/mean": fmean(rewards),
         "reward/std": deviation(rewards, is_sample=False),
@@ -193,6 +197,9 @@ def _rewards(groups: Sequence[Group], names: PartNames) -> dict[str, float]:
         **_early_end_share(groups),
         **({"group/frac_zero_std": fmean(len(set(group)) == 1 for group in compared)} if compared else {}),
         **{f"reward/by/{part}": fmean(values) for part, values in by_part.items()},
+        "group/solved_frac": fmean(solved for each in solved_by.values() for solved in each),
+        **{f"group/share/{name}": len(solved_by[name]) / len(groups) for name in sources},
+        **{f"group/solved_by/{name}": fmean(solved_by[name]) for name in sources},
         **{f"reward/source/{name}": fmean(values) for name, values in by_source.items() if name and values},
         **{f"reward/failed_by/{name}": fmean(failed) for name, failed in failed_by.items() if name and failed},
     }

@@ -106,12 +106,12 @@ def test_steps_equal_those_of_plain_peft_and_torch(model_path: str) -> None:
         )
         optimizer.zero_grad()
 
-        def score(batch: Any) -> Tensor:
-            return trained_logprobs(cast("Any", model).base_model.model, batch, SAMPLED)[0]
+        def score(batch: Any) -> tuple[Tensor, Tensor]:
+            return trained_logprobs(cast("Any", model).base_model.model, batch, SAMPLED)
 
         for parts in rank_step.whole(torch.no_grad()(score), RankGroup()):
             for part in parts:
-                logprobs_N = score(part.batch)
+                logprobs_N, _ = score(part.batch)
                 inputs = replace(part.inputs, proximal_logprobs_N=logprobs_N.detach())
                 part.loss(algorithm.loss(logprobs_N, inputs)).backward()
         nn.utils.clip_grad_norm_(named.values(), SETTINGS.clip_norm)

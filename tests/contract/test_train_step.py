@@ -51,6 +51,20 @@ class NanAtLowest(Surrogate):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Undecided(Surrogate):
+    """With a bonus for entropy."""
+
+    @property
+    def differentiates_entropy(self) -> bool:
+        return True
+
+    def loss(self, logprobs_N: Tensor, batch: LossInputs) -> LossOutput:
+        assert batch.entropies_N is not None
+        output = super().loss(logprobs_N, batch)
+        return replace(output, loss_N=output.loss_N - 0.05 * batch.entropies_N)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WarmingUp(Surrogate):
     """The policy is trained from version 2 on."""
 
@@ -86,9 +100,9 @@ def step_of(plan: BatchPlan, data: StepData, algorithm: Surrogate, rank: int = 0
     return RankStep(plan=plan[rank], data=data, algorithm=algorithm, version=3, device=CPU)
 
 
-def score(batch) -> Tensor:
+def score(batch) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        return trained_logprobs(MODEL, batch, Distribution(0.9))[0]
+        return trained_logprobs(MODEL, batch, Distribution(0.9))
 
 
 def parts_of(step: RankStep, ranks: RankGroup | None = None) -> list[Part]:
@@ -118,6 +132,35 @@ def test_updates_match_adamw_by_hand_with_ratios_against_step_start(model_path: 
         losses.append(loss.item())
     assert metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
     assert metrics["policy/ratio_mean"] != pytest.approx(1, abs=1e-3)
+    weights = backend.full_weights(torch.float32)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=5e-3 * SETTINGS.lr)
+
+
+def test_passes_train_the_same_updates_again_with_ratios_against_step_start(model_path: str) -> None:
+    """By hand: two passes of two updates, with the logprobs and the entropies of the policy as it is in each."""
+    algorithm = Undecided(passes=2)
+    backend, metrics = trained(model_path, algorithm, 2, RankGroup())
+    plan, payloads = planned(0, 1, algorithm, 2, max_tokens=10_000)
+    model, data, s = load_model(model_path, torch.float32), data_of(payloads), SETTINGS
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate(0, s), betas=s.betas, eps=s.eps, weight_decay=s.weight_decay
+    )
+    batches = [data.micro_batch(micro_batch) for micro_batch in plan[0].micro_batches]
+    proximal = [trained_logprobs(model, batch, Distribution(0.9))[0].detach() for batch in batches]
+    losses = []
+    for batch, proximal_N in [*zip(batches, proximal, strict=True)] * 2:
+        optimizer.zero_grad()
+        logprobs_N, entropies_N = trained_logprobs(model, batch, Distribution(0.9), entropy_has_gradient=True)
+        inputs = replace(batch.loss_inputs(0, proximal_N), entropies_N=entropies_N)
+        loss = PLAIN.loss(logprobs_N, inputs).loss_N.mean() - 0.05 * entropies_N.mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    assert metrics["loss"] == pytest.approx(sum(losses) / 4, rel=1e-4)
+    num_samples = sum(len(micro_batch.samples) for micro_batch in plan[0].micro_batches)
+    assert sum(len(column.samples) for column in backend.columns()) == num_samples, "each once"
     weights = backend.full_weights(torch.float32)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=5e-3 * SETTINGS.lr)
@@ -230,7 +273,7 @@ def test_only_the_loss_gets_proximal_logprobs() -> None:
     part = parts_of(step_of(plan, data_of(payloads), Looking()))[-1]
     before, after = seen["shape"], part.inputs
     assert before.proximal_logprobs_N.isnan().all()
-    torch.testing.assert_close(after.proximal_logprobs_N, score(part.batch))
+    torch.testing.assert_close(after.proximal_logprobs_N, score(part.batch)[0])
     torch.testing.assert_close(after.advantages_N, before.advantages_N + 1)
     assert after.returns_N is not None and torch.equal(after.returns_N, before.advantages_N)
     assert after.staleness_N.tolist() == [3] * len(before.advantages_N)

@@ -46,10 +46,19 @@ def test_each_source_goes_on_at_its_exact_row(tmp_path: Path):
     assert not resumed.recorder.of(DataChanged)
 
 
-def test_a_step_tells_the_reward_of_each_source(tmp_path: Path):
+def test_a_step_tells_the_rewards_the_successes_and_the_share_of_each_source(tmp_path: Path):
     run = run_on(tmp_path / "run", a=0.75, b=0.25)
     run.train()
-    assert {"reward/source/a", "reward/source/b"} <= run.metrics[-1].keys()
+    for row in run.metrics:
+        sources = [name.removeprefix("group/share/") for name in row if name.startswith("group/share/")]
+        assert sum(row[f"group/share/{name}"] for name in sources) == 1
+        solved = sum(row[f"group/share/{name}"] * row[f"group/solved_by/{name}"] for name in sources)
+        assert solved == pytest.approx(row["group/solved_frac"])
+        assert {f"reward/source/{name}" for name in sources} <= row.keys()
+    assert {name for row in run.metrics for name in row if name.startswith("group/share/")} == {
+        "group/share/a",
+        "group/share/b",
+    }
 
 
 def test_a_source_that_is_added_at_a_resume_is_said_and_begins_at_its_beginning(tmp_path: Path):

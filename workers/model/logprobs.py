@@ -9,6 +9,7 @@ Shape suffixes: as in `rlsys.batch.tensors`, and `V` vocabulary, `H` hidden size
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from workers.model.token_distribution import OutputLayer, distribution_logits
 
 MAX_LOGITS = 2**25
 """Logits alive at once (128 MiB in fp32). More are computed in chunks, and again in the backward pass."""
+ENTROPY_COPIES = 2
+"""Tensors of the size of the logits that the gradient of an entropy needs, in fp32."""
 TRUNCATION_COPIES = 4
 """Tensors of the size of the logits that `cut_off` needs, in fp32."""
 
@@ -39,8 +42,16 @@ class Scorer(nn.Module):
         self.model = model
         self._context = context
 
-    def forward(self, micro_batch: MicroBatch, distribution: Distribution) -> tuple[Tensor, Tensor]:
-        return trained_logprobs(self.model, micro_batch, distribution, context=self._context)
+    def forward(
+        self, micro_batch: MicroBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return trained_logprobs(
+            self.model,
+            micro_batch,
+            distribution,
+            context=self._context,
+            entropy_has_gradient=entropy_has_gradient,
+        )
 
 
 def trained_logprobs(
@@ -50,33 +61,49 @@ def trained_logprobs(
     *,
     max_logits: int = MAX_LOGITS,
     context: ContextGroup | None = None,
+    entropy_has_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of the trained tokens under the sampling distribution, in nats and fp32.
 
-    The entropy is detached. At most `max_logits` logits are alive at once, or those of one token. All ranks of
-    `context` call it and get the whole result.
+    The entropy is detached unless `entropy_has_gradient`. At most `max_logits` logits are alive at once, or those of
+    one token. All ranks of `context` call it and get the whole result.
     """
-    output, mb = OutputLayer.of(model), micro_batch
+    mb = micro_batch
+    of_tokens = partial(
+        token_logprobs,
+        OutputLayer.of(model),
+        distribution=distribution,
+        max_logits=max_logits,
+        entropy_has_gradient=entropy_has_gradient,
+    )
     if context is None:
-        return token_logprobs(output, hidden_states(model, mb), mb.targets_N, distribution, max_logits=max_logits)
+        return of_tokens(hidden_states(model, mb), mb.targets_N)
     mb = context.pad_row(mb)
     targets_M = mb.targets_N[context.own_tokens(mb)]
-    hidden_MH = hidden_states(model, mb, context)
-    found = token_logprobs(output, hidden_MH, targets_M, distribution, max_logits=max_logits)
-    return context.gather_tokens(found[0], mb), context.gather_tokens(found[1], mb)
+    logprobs_M, entropy_M = of_tokens(hidden_states(model, mb, context), targets_M)
+    return context.gather_tokens(logprobs_M, mb), context.gather_tokens(entropy_M, mb)
 
 
 def token_logprobs(
-    output: OutputLayer, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution, *, max_logits: int
+    output: OutputLayer,
+    hidden_NH: Tensor,
+    tokens_N: Tensor,
+    distribution: Distribution,
+    *,
+    max_logits: int,
+    entropy_has_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` of tokens after these hidden states, chunk by chunk; see `trained_logprobs`."""
-    copies = TRUNCATION_COPIES if distribution.is_truncated else 1
+    copies = (TRUNCATION_COPIES if distribution.is_truncated else 1) + ENTROPY_COPIES * entropy_has_gradient
     rows = max(1, max_logits // (copies * output.num_vocab))
     chunked = zip(hidden_NH.split(rows), tokens_N.split(rows), strict=True)
     if len(tokens_N) <= rows or not torch.is_grad_enabled():
-        chunks = [_token_logprobs(output, h, t, distribution) for h, t in chunked]
+        chunks = [_token_logprobs(output, h, t, distribution, entropy_has_gradient) for h, t in chunked]
     else:
-        chunks = [checkpoint(_token_logprobs, output, h, t, distribution, use_reentrant=False) for h, t in chunked]
+        chunks = [
+            checkpoint(_token_logprobs, output, h, t, distribution, entropy_has_gradient, use_reentrant=False)
+            for h, t in chunked
+        ]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -134,10 +161,14 @@ def rows_of(states_RH: Tensor, indices_N: Tensor) -> Tensor:
 
 
 def _token_logprobs(
-    output: OutputLayer, hidden_NH: Tensor, tokens_N: Tensor, distribution: Distribution
+    output: OutputLayer,
+    hidden_NH: Tensor,
+    tokens_N: Tensor,
+    distribution: Distribution,
+    entropy_has_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     logprobs_NV = distribution_logits(output.logits(hidden_NH), tokens_N, distribution).log_softmax(-1)
-    with torch.no_grad():
-        terms_NV = logprobs_NV.exp() * logprobs_NV
-        entropy_N = -(terms_NV.nan_to_num_(0.0) if distribution.is_truncated else terms_NV).sum(-1)
+    with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
+        finite_NV = logprobs_NV.masked_fill(logprobs_NV.isneginf(), 0.0) if distribution.is_truncated else logprobs_NV
+        entropy_N = -(logprobs_NV.exp() * finite_NV).sum(-1)
     return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N

@@ -7,6 +7,7 @@ Ray itself waits 60 s for a lost head, without a message, and then ends the proc
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ from ray.exceptions import RayError
 from rlsys.errors import ClusterLost, full_text
 from rlsys.util.printing import print_note
 
+STDERR = 2
 LOOK_S = 1.0
 """Seconds between two connections to the head, and between two cancellations of what does not end."""
 NODE_LOOKS = 5
@@ -32,6 +34,8 @@ ANSWER_S = 2.0
 """Deadline of a connection to the head."""
 MISSES = 3
 """Failed connections in a row after which the head counts as lost."""
+STUCK_S = 20.0
+"""Seconds without a look after which the stacks of all threads are written to stderr: something holds Python's lock."""
 REACT_S = 4.0
 """Seconds in which the event loop must react to a loss. A call into Ray may block it for ever then."""
 SAVE_S = 4.0
@@ -125,18 +129,32 @@ class ClusterWatch:
     ) -> None:
         """Wait for the loss of the cluster; unblocked by it or by `end`.
 
-        The end of the raylet's process wakes it. The head, perhaps on another machine, cannot notify.
+        The end of the raylet's process wakes it. The head, perhaps on another machine, cannot notify. If this thread
+        itself cannot run, because native code holds Python's lock, the stacks of all threads are written to stderr.
         """
+        try:
+            self._wait_for_loss(loop, on_loss, on_stuck)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _wait_for_loss(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_loss: Callable[[ClusterLost], None],
+        on_stuck: Callable[[ClusterLost], None],
+    ) -> None:
         num_misses, looks = 0, count(1)
         while num_misses < MISSES and not self._raylet_ends(LOOK_S):
             if self._ended.is_set():
                 return
+            faulthandler.dump_traceback_later(STUCK_S, file=STDERR)
             num_misses = 0 if self._head_answers() else num_misses + 1
             if not num_misses and next(looks) % NODE_LOOKS == 0 and self._is_declared_dead():
                 break
         lost = self._loss() or self._error("Ray's head is not reachable")
         if self._ended.is_set():
             return
+        faulthandler.dump_traceback_later(STUCK_S + END_S, file=STDERR)
         loop.call_soon_threadsafe(self._react, lost, on_loss)
         if self._reacted.wait(REACT_S) and self._ended.wait(END_S):
             return

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ from workers.train.optimizer import (
 from workers.train.rank_group import RankGroup, in_processes
 from workers.train.reference_worker import ReferenceWorker
 from workers.train.state_files import load_state
-from workers.train.step_data import Part, RankStep, mismatched_column
+from workers.train.step_data import Part, RankStep, Score, mismatched_column
 from workers.train.value_model import CriticBackend, load_value_model
 from workers.transport.checksums import hash_of
 
@@ -231,8 +231,8 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Forward: TypeAlias = Callable[[MicroBatch], Tensor]
-"""From a micro-batch on the device to a number per trained token."""
+Forward: TypeAlias = Callable[[MicroBatch], tuple[Tensor, Tensor | None]]
+"""From a micro-batch on the device to a number per trained token, and for a policy the entropy of its distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,8 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
         plan=plan, data=data.with_columns(columns), algorithm=algorithm, version=failed.version, device=device
     )
     tokenizer = load_tokenizer(config.model.path)
-    updates = step.update_parts() if is_critic else step.whole(torch.no_grad()(trained.forward), RankGroup())
+    score = torch.no_grad()(_scores(trained.module, config))
+    updates = step.update_parts() if is_critic else step.whole(score, RankGroup())
     index = failed.update or 0
     parts = next(islice(updates, index, None))
     samples = tuple(_replay_sample(trained, index, part, records, tokenizer) for part in parts)
@@ -286,9 +287,7 @@ def _not_reproduced(failed: FailedStep) -> str | None:
     """Inputs of the step that came from weights before its first update, if those weights are not saved."""
     if not failed.update:
         return None
-    name = (
-        f"update {failed.update + 1} of {failed.num_updates} begins from later weights, which are those that were kept"
-    )
+    name = f"update {failed.update + 1} begins from later weights, which are those that were kept"
     if failed.model == "critic":
         return f"the values of the start of the step ({name}); returns and advantages are made of other values here"
     return (
@@ -303,7 +302,8 @@ def _policy(config: Config, folder: Path, device: torch.device) -> _Trained:
     if lora:
         add_adapter(model, lora, path, torch.float32)
     _restore(model, folder / ACTOR, model, config)
-    return _Trained("policy", model, _scores(model, config), config.algorithm.loss)
+    forward = _scores(model, config, entropy_has_gradient=config.algorithm.differentiates_entropy)
+    return _Trained("policy", model, forward, config.algorithm.loss)
 
 
 def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
@@ -312,7 +312,7 @@ def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
     if lora:
         add_adapter(model.base, lora, path, torch.float32)
     _restore(model, folder / CRITIC, model.base, config)
-    return _Trained("critic", model, model, config.algorithm.value_loss)
+    return _Trained("critic", model, lambda batch: (model(batch), None), config.algorithm.value_loss)
 
 
 def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Config) -> None:
@@ -323,9 +323,14 @@ def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Confi
         parameter.data = parameter.data.to(getattr(torch, config.dtype))
 
 
-def _scores(model: PreTrainedModel, config: Config) -> Forward:
-    """Logprobs of the trained tokens under the sampling distribution."""
-    return lambda batch: trained_logprobs(model, batch, config.rollout.distribution)[0]
+def _scores(model: nn.Module, config: Config, *, entropy_has_gradient: bool = False) -> Score:
+    """Logprobs and entropies of the trained tokens under the sampling distribution."""
+    return lambda batch: trained_logprobs(
+        cast("PreTrainedModel", model),
+        batch,
+        config.rollout.distribution,
+        entropy_has_gradient=entropy_has_gradient,
+    )
 
 
 def _columns(
@@ -341,10 +346,10 @@ def _columns(
     made: dict[Column, Callable[[MicroBatchPlan], Tensor]] = {}
     if wanted & {Column.REFERENCE_LOGPROBS, Column.REFERENCE_MISMATCHED}:
         score = _scores(load_model(config.reference_path, getattr(torch, config.dtype), device), config)
-        made[Column.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))
+        made[Column.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))[0]
         made[Column.REFERENCE_MISMATCHED] = lambda one: mismatched_column(data, one, plan.partners, score, device)
     if critic is not None:
-        made[Column.VALUES] = lambda one: critic.forward(data.micro_batch(one).to(device))
+        made[Column.VALUES] = lambda one: critic.forward(data.micro_batch(one).to(device))[0]
     with torch.no_grad():
         return {
             kind: [make(one).float().cpu().numpy() for one in plan.micro_batches]
@@ -369,7 +374,8 @@ def _replay_sample(
 ) -> ReplayedSample:
     """Row of the only sample of a micro-batch, with its own gradient."""
     trained.module.zero_grad()
-    said_N, inputs, is_policy = trained.forward(part.batch), part.inputs, trained.name == "policy"
+    (said_N, entropies_N), is_policy = trained.forward(part.batch), trained.name == "policy"
+    inputs = replace(part.inputs, entropies_N=entropies_N)
     if is_policy and not part.is_scored:
         inputs = replace(inputs, proximal_logprobs_N=said_N.detach())
     output = trained.loss(said_N, inputs)

@@ -104,8 +104,9 @@ class FsdpBackend(Sharded):
         register_fsdp_forward_method(self._scorer, PolicyScorer.sample.__name__)
         self._probe_ids = self._scorer.sample(probe_length) if probe_length else ()
         self.reshard()
-        self._kept: list[tuple[tuple[SampleRef, ...], LossInputs, Tensor, Tensor]] = []
-        """Arguments of `TokenColumns.of` for each micro-batch of the last step: tensors stay on the device."""
+        self._kept: dict[tuple[SampleRef, ...], tuple[LossInputs, Tensor, Tensor]] = {}
+        """Arguments of `TokenColumns.of` for each micro-batch of the last step, of its last pass: tensors stay on the
+        device."""
 
     def train_step(
         self,
@@ -122,7 +123,7 @@ class FsdpBackend(Sharded):
         the policy in this step, the step only counts. Raises `TrainingError` on all ranks if the loss or the gradient's
         norm is not finite; that update is then not applied.
         """
-        self._kept = []
+        self._kept = {}
         if not algorithm.trains_policy(self.step):
             self.end_step()
             return {}
@@ -130,25 +131,28 @@ class FsdpBackend(Sharded):
         totals, mismatch = StepMetrics(), Mismatch(self._device)
 
         def accumulate(part: Part) -> Tensor:
-            logprobs_N, entropy_N = self._scorer(part.batch, distribution)
-            inputs = part.inputs
+            logprobs_N, entropy_N = self._scorer(
+                part.batch, distribution, entropy_has_gradient=algorithm.differentiates_entropy
+            )
+            inputs = replace(part.inputs, entropies_N=entropy_N)
             if not part.is_scored:  # the only update: this forward uses the step's initial weights
                 inputs = replace(inputs, proximal_logprobs_N=logprobs_N.detach())
             logprobs_N.retain_grad()
             output = algorithm.loss(logprobs_N, inputs)
             loss = part.loss(output)
             loss.backward()
+            entropy_N = entropy_N.detach()
             totals.add({"policy/entropy": entropy_N, **output.metrics_N}, part.weight)
             if part.weight:
                 assert logprobs_N.grad is not None, "it was retained"
                 if self._replay:
                     self._replay.count(part.batch)
-                self._kept.append((part.samples, inputs, entropy_N, logprobs_N.grad))
+                self._kept[part.samples] = (replace(inputs, entropies_N=None), entropy_N, logprobs_N.grad)
                 mismatch.add(inputs.proximal_logprobs_N, inputs.behavior_logprobs_N, inputs.staleness_N)
             return loss.detach()
 
-        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, distribution)[0])
-        means = self.train(step, step.whole(logprobs, self._ranks), accumulate, stabilizer)
+        score = torch.no_grad()(lambda batch: self._scorer(batch, distribution))
+        means = self.train(step, step.whole(score, self._ranks), accumulate, stabilizer)
         if stabilizer:
             stabilizer.end_step()
         metrics = {
@@ -157,27 +161,28 @@ class FsdpBackend(Sharded):
             "optim/lr": self.lr(plan.staleness),
             "batch/skipped_frac": plan.num_skipped / (plan.num_tokens + plan.num_skipped),
         }
-        metrics |= {**means, **totals.reduce_over(self._ranks, plan.num_tokens), **mismatch.reduce_over(self._ranks)}
+        num_tokens = plan.num_tokens * algorithm.passes
+        metrics |= {**means, **totals.reduce_over(self._ranks, num_tokens), **mismatch.reduce_over(self._ranks)}
         metrics |= self._replay.reduce_over(self._ranks.sum_over_ranks) if self._replay else {}
         self.end_step()
         return metrics
 
     def columns(self) -> list[TokenColumns]:
         """Per-token results of this rank's last step; empty before the first step. Not collective."""
-        return [TokenColumns.of(*kept) for kept in self._kept]
+        return [TokenColumns.of(samples, *kept) for samples, kept in self._kept.items()]
 
     def reference(self, plan: RankPlan, data: StepData, kind: Column, distribution: Distribution) -> StepColumn:
         """A column of this rank's micro-batches under the frozen base: the forward without the adapter.
 
         `kind` is `Column.REFERENCE_LOGPROBS` or `Column.REFERENCE_MISMATCHED`.
         """
-        logprobs = torch.no_grad()(lambda batch: self._scorer(batch, distribution)[0])
+        score = torch.no_grad()(lambda batch: self._scorer(batch, distribution))
         with without_adapter(self._model):
             if kind is Column.REFERENCE_MISMATCHED:
-                column = [mismatched_column(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches]
+                column = [mismatched_column(data, m, plan.partners, score, self._device) for m in plan.micro_batches]
             else:
                 batches = (replace(data.micro_batch(m), routing_RW=None) for m in plan.micro_batches)
-                column = [logprobs(batch.to(self._device)) for batch in batches]
+                column = [score(batch.to(self._device))[0] for batch in batches]
         self.reshard()
         return [logprobs_N.cpu().numpy() for logprobs_N in column]
 

@@ -75,6 +75,6 @@ class ReferenceWorker:
         from workers.model.logprobs import trained_logprobs
         from workers.train.step_data import mismatched_column
 
-        logprobs = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._distribution)[0])
-        columns = (mismatched_column(data, m, plan.partners, logprobs, self._device) for m in plan.micro_batches)
+        score = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._distribution))
+        columns = (mismatched_column(data, m, plan.partners, score, self._device) for m in plan.micro_batches)
         return [column_N.cpu().numpy() for column_N in columns]

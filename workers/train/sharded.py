@@ -109,7 +109,7 @@ class Sharded:
         for index, parts in enumerate(updates):
             self._optimizer.zero_grad()
             loss = torch.zeros((), device=self._device)
-            last = len(step.plan.updates[index]) - 1
+            last = len(step.plan.updates[index % len(step.plan.updates)]) - 1
             part = None
             try:
                 for place, part in enumerate(parts):

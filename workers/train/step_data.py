@@ -20,8 +20,9 @@ from rlsys.types import PolicyVersion
 from workers.train.rank_group import RankGroup
 from workers.train.whitening import whiten
 
-Score: TypeAlias = Callable[[MicroBatch], Tensor]
-"""A model's logprobs of the trained tokens of a micro-batch on its device, without gradient."""
+Score: TypeAlias = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+"""A model's logprobs of the trained tokens of a micro-batch on its device, and the entropies of their distributions,
+without gradient."""
 
 
 @dataclass(slots=True)
@@ -52,16 +53,18 @@ class RankStep:
     device: torch.device
 
     def update_parts(self, score: Score | None = None) -> Iterator[Iterator[Part]]:
-        """The micro-batches of each update with token advantages, each built when the iterator reaches it.
+        """The micro-batches of each update with token advantages, each built when the iterator reaches it, pass by
+        pass; with `score`, of the first pass.
 
         With `score`, that of the policy, also its columns, and proximal logprobs if an earlier update changes the
         weights or `step_statistics` needs them. `token_advantages` never gets proximal logprobs, because the critic has
         none.
         """
-        place = 0
-        for update in self.plan.updates:
-            yield map(self._part, update, range(place, place + len(update)), [score] * len(update))
-            place += len(update)
+        for _ in range(1 if score else self.algorithm.passes):
+            place = 0
+            for update in self.plan.updates:
+                yield map(self._part, update, range(place, place + len(update)), [score] * len(update))
+                place += len(update)
 
     def whole(self, score: Score, ranks: RankGroup) -> Iterable[Iterable[Part]]:
         """As `update_parts`, for the policy, with whitening and step statistics. Stays lazy if neither is needed."""
@@ -78,16 +81,21 @@ class RankStep:
             facts = algorithm.step_statistics(join_parts(parts), ranks)
             for part in parts:
                 part.inputs = replace(part.inputs, facts=facts)
-        return updates
+        return updates * algorithm.passes
 
     def update_name(self, index: int) -> str:
         """Name of an update in errors, e.g. `step 7, update 2 of 4`; step 7 makes version 7."""
-        count = len(self.plan.updates)
+        count = self.num_updates
         return f"step {self.version + 1}" + (f", update {index + 1} of {count}" if count > 1 else "")
 
     @property
+    def num_updates(self) -> int:
+        """Updates of all passes."""
+        return len(self.plan.updates) * self.algorithm.passes
+
+    @property
     def _is_scored_ahead(self) -> bool:
-        return len(self.plan.updates) > 1 or self.algorithm.scores_ahead
+        return self.num_updates > 1 or self.algorithm.scores_ahead
 
     def _part(self, plan: MicroBatchPlan, place: int, score: Score | None) -> Part:
         batch = self.data.micro_batch(plan, place).to(self.device)
@@ -99,7 +107,9 @@ class RankStep:
         inputs = replace(inputs, advantages_N=shaped.advantages_N, returns_N=shaped.returns_N)
         is_scored = False
         if score and self._is_scored_ahead:
-            inputs, is_scored = replace(inputs, proximal_logprobs_N=score(batch)), True
+            logprobs_N, entropies_N = score(batch)
+            inputs = replace(inputs, proximal_logprobs_N=logprobs_N, entropies_N=entropies_N)
+            is_scored = True
         return Part(batch, plan.weight, inputs, is_scored, plan.samples)
 
 
@@ -111,7 +121,7 @@ def mismatched_column(
     Zeros if the step has no other prompt, for reference and policy alike: then no pair differs.
     """
     pairs = data.mismatched_batch(plan, partners)
-    return torch.zeros(data.num_trained(plan), device=device) if pairs is None else score(pairs.to(device))
+    return torch.zeros(data.num_trained(plan), device=device) if pairs is None else score(pairs.to(device))[0]
 
 
 def check_skipped(algorithm: Algorithm) -> None:

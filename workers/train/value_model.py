@@ -144,7 +144,10 @@ class CriticBackend(Sharded):
             "critic/grad_norm": means["grad_norm"],
             "critic/lr": self.lr(plan.staleness),
         }
-        metrics |= {**totals.reduce_over(self._ranks, plan.num_tokens), **fit.reduce_over(self._ranks)}
+        metrics |= {
+            **totals.reduce_over(self._ranks, plan.num_tokens * algorithm.passes),
+            **fit.reduce_over(self._ranks),
+        }
         self.end_step()
         return metrics
 

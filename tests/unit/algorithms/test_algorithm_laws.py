@@ -37,6 +37,10 @@ MASKS = (Geometric(low=0.5, high=2.0), OffPolicyMask(delta=0.1))
 VARIANTS: dict[str, Algorithm] = {
     **DEFAULTS,
     **{f"{name} with kl": replace(algorithm, kl_coef=0.1) for name, algorithm in FAMILY.items()},
+    **{
+        f"{name} with entropy": replace(algorithm, entropy_coef=0.1, top_entropy_quantile=0.6)
+        for name, algorithm in FAMILY.items()
+    },
     **{f"{name} with masks": replace(algorithm, correction=MASKS) for name, algorithm in FAMILY.items()},
     **{
         f"{name}, {label}": replace(algorithm, **fields)
@@ -69,6 +73,7 @@ class Tokens:
     behavior: list[float]
     proximal: list[float]
     staleness: list[int]
+    entropies: list[float]
     columns: Mapping[Column, list[float]]
 
 
@@ -86,6 +91,7 @@ def tokens_of(place: tuple[int, int, int, int], length: int) -> Tokens:
         behavior=behavior,
         proximal=proximal,
         staleness=[rng.randrange(4) for _ in range(length)],
+        entropies=[rng.uniform(0, 3) for _ in range(length)],
         columns={
             Column.REFERENCE_LOGPROBS: near(behavior, 0.5),
             Column.REFERENCE_MISMATCHED: near(behavior, 1.0),
@@ -132,6 +138,7 @@ def inputs(refs: Sequence[SampleRef], step: Sequence[Group], algorithm: Algorith
         advantages_N=shaped.advantages_N,
         returns_N=shaped.returns_N,
         proximal_logprobs_N=column([x for tokens in found for x in tokens.proximal]),
+        entropies_N=column([x for tokens in found for x in tokens.entropies]),
     )
 
 
@@ -389,7 +396,8 @@ def test_tokens_that_the_policy_did_not_sample_have_no_influence(algorithm: Algo
         seen = batch.loss_inputs(2, torch.full((4,), math.nan))
         shaped = algorithm.token_advantages(seen)
         proximal_N = torch.tensor([-0.9, -0.6, -1.9, -0.1])
-        seen = replace(seen, advantages_N=shaped.advantages_N, proximal_logprobs_N=proximal_N)
+        entropies_N = torch.tensor([0.5, 2.0, 1.0, 0.1])
+        seen = replace(seen, advantages_N=shaped.advantages_N, proximal_logprobs_N=proximal_N, entropies_N=entropies_N)
         seen = replace(seen, facts=algorithm.step_statistics(seen, OneRank()) if algorithm.has_step_statistics else {})
         results.append([shaped.advantages_N, algorithm.loss(torch.tensor(logprobs), seen).loss_N])
     torch.testing.assert_close(*results)
@@ -430,6 +438,7 @@ def test_extreme_ratios_stay_finite(algorithm: Algorithm) -> None:
         lengths_S=torch.tensor([1, 1, 1]),
         groups_S=torch.tensor([0, 0, 1]),
         columns_N=dict.fromkeys(algorithm.columns, other_N),
+        entropies_N=torch.tensor([0.0, 9.0, 1.0]),
     )
     batch = replace(batch, facts=algorithm.step_statistics(batch, OneRank()) if algorithm.has_step_statistics else {})
     loss = algorithm.loss(logprobs_N, batch).loss_N.sum()

@@ -84,8 +84,8 @@ def test_rows_that_were_removed_or_added_between_two_sessions_are_said_and_it_go
     after = ledger_of(num_tasks=num_tasks)
     (note,) = after.restore(before.state(), finished=[2]) or [""]
     assert ("the tasks are others than those of the checkpoint" in note) == (num_tasks != 5)
-    again = [after.issue(0) for _ in range(12)]
-    assert [a.group_id for a in again] == [1, 3, *range(4, 14)]
+    again = [after.issue(0) for _ in range(30)]
+    assert [a.group_id for a in again] == [1, 3, *range(4, 32)]
     assert [a.seed for a in again[:2]] == [issued[1].seed, issued[3].seed]
     assert {a.task.id for a in again} == {task.id for task in tasks(num_tasks)}
     after.again(2)

@@ -48,11 +48,11 @@ def test_unrewarded_agents_take_the_advantage_of_another_policys_root():
 
 def test_reported_rewards_are_those_of_the_policy_or_root():
     team = view("helper", PAIR, PAIR).with_scores((Score(1.0), Score(0.0)))
-    assert _rewards([team], PartNames(Events()))["reward/mean"] == 0.5
+    assert _rewards([team], PartNames(Events()), 1.0)["reward/mean"] == 0.5
     rewarded = (PAIR[0], said("helper", 2, reward=3.0))
     own = view("helper", rewarded, rewarded).with_scores((Score(1.0), Score(0.0)))
-    assert _rewards([own], PartNames(Events()))["reward/mean"] == 3.0
-    assert _rewards([replace(own, policy="lead")], PartNames(Events()))["reward/mean"] == 0.5
+    assert _rewards([own], PartNames(Events()), 1.0)["reward/mean"] == 3.0
+    assert _rewards([replace(own, policy="lead")], PartNames(Events()), 1.0)["reward/mean"] == 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

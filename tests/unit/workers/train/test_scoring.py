@@ -69,6 +69,25 @@ def test_values_and_gradients_equal_plain_forwards(make: Callable[[], PreTrained
 
 
 @MODELS
+@pytest.mark.parametrize("distribution", [Distribution(0.7), Distribution(0.7, top_k=5)], ids=["all", "truncated"])
+def test_the_gradient_of_the_entropy_equals_that_of_plain_forwards(
+    make: Callable[[], PreTrainedModel], distribution: Distribution
+) -> None:
+    model, samples = make().double(), some_samples()
+    batch = micro_batch(samples)
+    _, whole_N = trained_logprobs(model, batch, distribution, entropy_has_gradient=True)
+    _, detached_N = trained_logprobs(model, batch, distribution)
+    _, chunked_N = trained_logprobs(model, batch, distribution, max_logits=21 * VOCAB, entropy_has_gradient=True)
+    torch.testing.assert_close(whole_N, detached_N)
+    whole, chunked = gradients(model, whole_N), gradients(model, chunked_N)
+    if not distribution.is_truncated:
+        for name, gradient in gradients(model, plain(model, samples, 0.7)[1]).items():
+            assert (whole[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+    for name, gradient in whole.items():
+        assert gradient.isfinite().all() and (chunked[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+@MODELS
 def test_in_fp32_the_difference_is_rounding(make: Callable[[], PreTrainedModel]) -> None:
     model, samples = make(), some_samples(1)
     expected_N, _ = plain(model, samples, 1.0)
