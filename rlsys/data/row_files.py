@@ -18,7 +18,7 @@ import csv
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -112,8 +112,7 @@ def open_rows(text: str) -> tuple[Iterable[tuple[str, object]], str | None]:
         _has_no_splits(place)
         return _rows_in(place.path), None
     _check_form(place.path)
-    rows, split = _set(place)
-    return _rows_of(text, rows), split
+    return _set(place)
 
 
 def _rows_in(path: str) -> Iterator[tuple[str, object]]:
@@ -124,7 +123,7 @@ def _rows_in(path: str) -> Iterator[tuple[str, object]]:
     if path.endswith(_ENDS) and form == _CSV:
         return _read_csv(Path(path))
     _check_form(path)
-    return _rows_of(path, _set(Place(path))[0])
+    return _set(Place(path))[0]
 
 
 def _check_form(path: str) -> None:
@@ -242,9 +241,13 @@ def _value_of(name: str, cell: str) -> Json:
 # -------------------------------------------------------------------------- the `datasets` library, a second to import
 
 
-def _set(place: Place) -> tuple[Iterator[object], str | None]:
+def _set(place: Place) -> tuple[Iterator[tuple[str, object]], str | None]:
     """Open the rows of a parquet file, or of one split of a folder or a hub data set, with the split's name; None if
-    there is none."""
+    there is none.
+
+    The files of a folder that declares no types are read as each alone would be: the library guesses types, and its
+    parser of JSON does not survive every damaged file.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -254,15 +257,21 @@ def _set(place: Place) -> tuple[Iterator[object], str | None]:
             if folder.exists() and not folder.is_file():
                 raise DataError(f"cannot read {place.path}: it is no regular file")
             found = datasets.load_dataset("parquet", data_files=escape(place.path), split="train")
-            return _plain_rows(found), None
+            return _rows_of(str(place), _plain_rows(found)), None
         if (folder / "dataset_dict.json").is_file():
             split = _split_of(place, _splits_in(folder / "dataset_dict.json"))
-            return _plain_rows(datasets.Dataset.load_from_disk(str(folder / split))), split
+            return _rows_of(str(place), _plain_rows(datasets.Dataset.load_from_disk(str(folder / split)))), split
         if (folder / "state.json").is_file():
             _has_no_splits(place)
-            return _plain_rows(datasets.Dataset.load_from_disk(place.path)), None
-        split = _split_of(place, datasets.get_dataset_split_names(place.path, place.config))
-        return _load_split(place, split), split
+            return _rows_of(str(place), _plain_rows(datasets.Dataset.load_from_disk(place.path))), None
+        builder = datasets.load_dataset_builder(place.path, place.config)
+        files: Mapping[Any, Sequence[object]] = getattr(builder.config, "data_files", None) or {}
+        splits = [str(split) for split in files] or datasets.get_dataset_split_names(place.path, place.config)
+        split = _split_of(place, splits)
+        paths = [str(path) for path in files.get(split, ())]
+        if paths and not builder.info.features and all(path.endswith(_ENDS) and Path(path).exists() for path in paths):
+            return chain.from_iterable(map(_rows_in, paths)), split
+        return _rows_of(str(place), _load_split(place, split)), split
     except (OSError, ValueError, *_DAMAGED, DatasetsError) as error:
         remedy = "give a .jsonl, .csv or .parquet file, a folder, or a hub data set such as org/name:config#split"
         raise DataError(f"cannot read '{place}': {remedy}: {error}") from error

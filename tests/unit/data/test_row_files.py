@@ -221,3 +221,22 @@ def test_a_file_whose_name_is_like_a_pattern_is_a_file(tmp_path: Path, name: str
     folder = tmp_path / "runs[1]*"
     folder.mkdir()
     assert [task.prompt for task in tasks_in(folder, name, [{"prompt": "a"}])] == ["a"]
+
+
+def test_a_damaged_file_of_a_folder_is_named_like_the_file_alone(tmp_path: Path) -> None:
+    """The parser of JSON in Arrow, which reads folders for the library, ends the process at such nests."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+3?", "answer": 5}\n{"reward_model": 1e999, "prompt": ' + 500 * "[" + "\n")
+    with pytest.raises(DataError, match=rf"{path}:2: not JSON"):
+        load_tasks(tmp_path)
+
+
+def test_the_rows_of_a_folder_are_those_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "train-0.jsonl").write_text('{"prompt": "2+3?", "answer": "05"}\n')
+    (tmp_path / "train-1.jsonl").write_text('{"prompt": "1+1?", "answer": 2, "level": [1, "a"]}\n')
+    (tmp_path / "test.jsonl").write_text('{"prompt": "0+0?", "answer": "0"}\n')
+    found = load_tasks(f"{tmp_path}#train")
+    assert [(task.prompt, task.answer) for task in found] == [("2+3?", "05"), ("1+1?", "2")]
+    assert found[1].info["level"] == [1, "a"]
+    with pytest.raises(DataError, match="several splits: train, test"):
+        load_tasks(tmp_path)
