@@ -5,6 +5,7 @@ One row a key. A key of an algorithm or of a plug-in is written with its section
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -46,6 +47,22 @@ def _above_zero(value: Any) -> Any:  # noqa: ANN401  (a value of a configuration
     return None if isinstance(value, int | float) and value <= 0 else value
 
 
+def _above_one(value: Any) -> Any:  # noqa: ANN401  (a value of a configuration)
+    """Theirs, where it splits anything."""
+    return value if isinstance(value, int) and value > 1 else None
+
+
+SWITCHES = (_above_zero, _above_one)
+"""Values that are off at a small number, as ours is by default."""
+
+
+def _trackers(value: object) -> list[dict[str, str]] | None:
+    """Return the trackers of a name or a list of names that there are here; None if one is not known."""
+    names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    wanted = [name for name in names if name not in ("console", "none", "all")]
+    return [{"type": str(name)} for name in wanted] if wanted and all(name in TRACKERS for name in wanted) else None
+
+
 def _among(ours: Mapping[Any, Any]) -> Callable[[Any], Any]:
     """Ours by theirs, where theirs is one of these."""
     return lambda value: ours.get(value) if isinstance(value, str | bool) else None
@@ -63,9 +80,13 @@ def _if(ours: Any, otherwise: Any = None) -> Callable[[Any], Any]:  # noqa: ANN4
 ESTIMATORS = {
     "grpo": "grpo", "gae": "ppo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp", "reinforce": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo",
-    "grpo_passk": None, "dapo": "dapo", "bnpo": "grpo", "cispo": "cispo",
+    "grpo_passk": None,
 }  # fmt: skip
-"""`algorithm.type` for their names."""
+"""`algorithm.type` for verl's estimators."""
+SCALED = {"group": True, True: True, "none": False, False: False}
+"""`algorithm.std_normalize` for TRL's `scale_rewards`."""
+LOSSES = {"grpo": "sequences", "bnpo": "tokens", "dapo": "tokens", "dr_grpo": "budget"}
+"""`algorithm.over` for TRL's `loss_type`, which says what a loss is averaged over."""
 OVER = {"token-mean": "tokens", "seq-mean-token-sum": "budget", "seq-mean-token-mean": "sequences"}
 """`algorithm.over` for verl's `loss_agg_mode`."""
 SAMPLED = "the trainer could not compute the distribution that it makes"
@@ -107,9 +128,10 @@ _TRL = _rows(
         ("epsilon", "algorithm.clip_low"),
         ("epsilon_high", "algorithm.clip_high"),
         ("delta", "algorithm.dual_clip", "a bound on the ratio of tokens with negative advantage"),
-        ("loss_type", "algorithm.type", "", _among(ESTIMATORS)),
+        ("loss_type", "algorithm.over", "cispo: algorithm.type", _among(LOSSES)),
+        ("importance_sampling_level", "algorithm.type", "gspo for sequence", _among({"sequence": "gspo"})),
         ("mask_truncated_completions", "algorithm.mask_truncated"),
-        ("scale_rewards", "algorithm.type", "dr_grpo does not divide by the standard deviation", _by_hand),
+        ("scale_rewards", "algorithm.std_normalize", "", _among(SCALED)),
         ("desirable_weight", "algorithm.desirable_weight"),
         ("undesirable_weight", "algorithm.undesirable_weight"),
         ("use_peft", "train.lora", "{} has the defaults", _if({})),
@@ -135,8 +157,8 @@ _TRL = _rows(
         ("lr_scheduler_type", "train.lr_schedule", "linear or cosine, with final_lr_fraction 0; constant: 1", _by_hand),
         ("weight_decay", "train.weight_decay"),
         ("max_grad_norm", "train.clip_norm"),
-        ("adam_beta1", "train.betas", "both: [0.9, 0.999]", _by_hand),
-        ("adam_beta2", "train.betas", "both: [0.9, 0.999]", _by_hand),
+        ("adam_beta1", "train.betas", "both", _by_hand),
+        ("adam_beta2", "train.betas", "both", _by_hand),
         ("save_steps", "checkpoint.every", "", lambda value: value if isinstance(value, int) else None),
         ("save_total_limit", "checkpoint.keep_last"),
         ("load_best_model_at_end", "checkpoint.keep_best", "with best_by; `rlsys export --step best`", _by_hand),
@@ -149,7 +171,16 @@ _TRL = _rows(
         ("hub_private_repo", "", "a repository of `rlsys export --push` is private unless `--public`"),
         ("hub_token", "", "the token is that of HF_TOKEN or `hf auth login`"),
         ("eval_steps", "eval.every", "with eval.data", _by_hand),
-        ("report_to", "tracking", "a list, such as [wandb]", _by_hand),
+        ("report_to", "tracking", "a list, such as [wandb]", _trackers),
+        ("num_generations_eval", "eval.samples"),
+        ("eval_on_start", "", "an evaluation comes before training wherever eval.every is set"),
+        ("vllm_importance_sampling_cap", "algorithm.correction", "{type: tis, cap: ...}", _by_hand),
+        ("vllm_importance_sampling_mode", "algorithm.correction", "sequence_tis, token_mis, sequence_mis", _by_hand),
+        ("vllm_max_model_length", "rollout.max_context_tokens"),
+        ("sync_ref_model", "", "the reference stays as it is"),
+        ("steps_per_generation", "train.groups_per_step", "in groups, not in samples", _by_hand),
+        ("lr_scheduler_kwargs", "train.final_lr_fraction", "the end of the schedule", _by_hand),
+        ("use_liger_kernel", "", "logits exist for trained tokens alone, chunk by chunk"),
         ("logging_steps", "", "each step is logged"),
         ("remove_unused_columns", "", "every column reaches the reward function by name"),
         ("deepspeed", "train.mesh", MESH, _by_hand),
@@ -203,11 +234,27 @@ _VERL = _rows(
         (f"{_ACTOR}.clip_ratio_high", "algorithm.clip_high"),
         (f"{_ACTOR}.clip_ratio_c", "algorithm.dual_clip"),
         (f"{_ACTOR}.loss_agg_mode", "algorithm.over", "", _among(OVER)),
+        (f"{_ACTOR}.policy_loss.loss_mode", "algorithm.type", "", _among({"gspo": "gspo", "vanilla": None})),
+        (f"{_ACTOR}.optim.betas", "train.betas", "", lambda value: value if isinstance(value, list) else None),
+        (f"{_ACTOR}.optim.lr_warmup_steps_ratio", "train.warmup_steps", "in steps", _by_hand),
+        (f"{_ACTOR}.optim.min_lr_ratio", "train.final_lr_fraction", "with a schedule", _by_hand),
+        (f"{_ACTOR}.optim.warmup_style", "train.lr_schedule", "cosine, with final_lr_fraction", _by_hand),
+        (f"{_ACTOR}.optim.lr_scheduler_type", "train.lr_schedule", "cosine, with final_lr_fraction", _by_hand),
+        (f"{_ACTOR}.ulysses_sequence_parallel_size", "train.mesh.context", "", _above_one),
+        ("algorithm.norm_adv_by_std_in_grpo", "algorithm.std_normalize"),
         (f"{_ACTOR}.grad_clip", "train.clip_norm"),
         (f"{_ACTOR}.fsdp_config.param_offload", "train.offload", "", _if(True)),
         (f"{_ACTOR}.fsdp_config.optimizer_offload", "train.offload", "", _if(True)),
         (f"{_ROLLOUT}.name", "rollout.engine", "vllm or local", lambda value: "vllm" if value == "vllm" else None),
         (f"{_ROLLOUT}.n", "algorithm.group_size"),
+        (f"{_ROLLOUT}.max_num_seqs", "rollout.slots"),
+        (f"{_ROLLOUT}.max_model_len", "rollout.max_context_tokens"),
+        (f"{_ROLLOUT}.val_kwargs.temperature", "eval.temperature"),
+        (f"{_ROLLOUT}.val_kwargs.n", "eval.samples"),
+        (f"{_ROLLOUT}.val_kwargs.top_p", "", "evaluations cut off what training does"),
+        (f"{_ROLLOUT}.val_kwargs.top_k", "", "evaluations cut off what training does"),
+        (f"{_ROLLOUT}.multi_turn.enable", "rollout.workflow", "tool_use, or a workflow of yours", _by_hand),
+        (f"{_ROLLOUT}.multi_turn.max_assistant_turns", "rollout.workflow.max_turns", "of a workflow", _by_hand),
         (f"{_ROLLOUT}.temperature", "rollout.temperature"),
         (f"{_ROLLOUT}.top_p", "rollout.top_p"),
         (f"{_ROLLOUT}.top_k", "rollout.top_k", "0 is off", _above_zero),
@@ -218,6 +265,7 @@ _VERL = _rows(
         (f"{_REF}.fsdp_config.param_offload", "", "the reference is a worker of its own"),
         ("critic.optim.lr", "critic.lr"),
         ("critic.model.path", "critic.path"),
+        ("critic.cliprange_value", "algorithm.value_clip", "of ppo"),
         ("reward_model.reward_manager", "reward.fn", "your compute_score runs as it is", _by_hand),
         ("custom_reward_function.path", "reward.fn", "PATH:NAME", _by_hand),
         ("custom_reward_function.name", "reward.fn", "PATH:NAME", _by_hand),
@@ -228,7 +276,7 @@ _VERL = _rows(
         ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last"),
         ("trainer.experiment_name", "run.name"),
         ("trainer.project_name", "tracking", "of a tracker: [{type: wandb, project: ...}]", _by_hand),
-        ("trainer.logger", "tracking", "a list, such as [wandb]", _by_hand),
+        ("trainer.logger", "tracking", "a list, such as [wandb]", _trackers),
         ("trainer.default_local_dir", "run.folder"),
         ("trainer.n_gpus_per_node", "train.mesh", MESH, _by_hand),
         ("trainer.nnodes", "train.mesh", MESH, _by_hand),
@@ -253,9 +301,59 @@ _OTHERS: Sequence[Habit] = (
     Habit("prime-rl", "rollouts_per_example", "algorithm.group_size"),
     Habit("prime-rl", "seq_len", "rollout.max_context_tokens"),
 )
+TRACKERS = ("wandb", "mlflow", "tensorboard")
+DEFAULTS: Mapping[System, Mapping[str, object]] = {
+    "TRL": {
+        "max_prompt_length": 512,
+        "epsilon": 0.2,
+        "per_device_train_batch_size": 8,
+        "loss_type": "dapo",
+        "lr_scheduler_type": "linear",
+    },
+    "verl": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": 1.0,
+        "actor_rollout_ref.rollout.n": 1,
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+        "actor_rollout_ref.actor.clip_ratio": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+        "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+        "critic.optim.lr": 1e-5,
+        "critic.cliprange_value": 0.5,
+    },
+}
+"""What they take for keys that a file leaves out, where ours is another value."""
+CHANGES_TRAINING = frozenset(
+    {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens", "lora_dropout",
+     "early_stopping_threshold", "sync_ref_model"}
+)  # fmt: skip
+"""Keys without a counterpart that would train another policy. All others without one have no effect here."""
+MACHINERY = re.compile(
+    r"^optim$|(^|\.)(_target_|profiler|global_profiler|ray_kwargs|ray_init|checkpoint|fsdp_config|wrap_policy|use_shm|nccl_timeout"
+    r"|use_torch_compile|use_fused_kernels|fused_kernel_options|use_liger|enforce_eager|free_cache_engine|load_format"
+    r"|enable_chunked_prefill|max_num_batched_tokens|cudagraph_capture_sizes|disable_log_stats|layered_summon|trace"
+    r"|skip_rollout|skip_dump_dir|update_weights_bucket_megabytes|log_prob_[a-z_]+|forward_[a-z_]+|strategy|engine_kwargs"
+    r"|entropy_(from_logits_with_chunking|checkpointing)|dataloader_[a-z_]+|trust_remote_code|external_lib|balance_batch"
+    r"|log_val_generations|val_batch_size|device|mode|dtype|ignore_eos|do_sample|calculate_log_probs|prompt_length"
+    r"|response_length|num_workers|multi_stage_wake_up|use_legacy_worker_impl|esi_redundant_time|del_local_ckpt_after_load"
+    r"|ray_wait_register_center_timeout|max_critic_ckpt_to_keep|reward_fn_key|image_key|video_key|return_[a-z_]+"
+    r"|filter_overlong_prompts_workers|validation_shuffle|sandbox_fusion|launch_reward_fn_async|tokenizer_path"
+    r"|total_training_steps|num_cycles|rollout_n|logging_[a-z_]+|log_[a-z_]+|save_[a-z_]+|eval_(accumulation_steps|delay"
+    r"|do_concat_batches|use_gather_object)|per_device_eval_batch_size|ddp_[a-z_]+|torch_[a-z_]+|tf32|half_precision_backend"
+    r"|use_cpu|disable_tqdm|hub_[a-z_]+|gradient_checkpointing_kwargs|overwrite_output_dir|do_(train|eval|predict)"
+    r"|cast_lm_head_to_fp32|ds3_gather_for_generation|wandb_[a-z_]+|num_completions_to_print|vllm_[a-z_]+"
+    r"|use_transformers_paged|cache_implementation|accelerator_config|fsdp_[a-z_]+|average_tokens_across_devices"
+    r"|auto_find_batch_size|include_[a-z_]+|length_column_name|data_seed|adam_epsilon|jit_mode_eval|prediction_loss_only"
+    r"|restore_callback_states_from_checkpoint|skip_memory_metrics|local_rank|past_index|project|trackio_space_id"
+    r"|disable_dropout|shuffle_dataset|eval_strategy|exclude_modules|override_config|custom_chat_template)(\.|$)"
+)
+"""Names of keys that are about the machinery of a trainer, and train no other policy."""
 FALSE_MATTERS = frozenset(
     {"bf16", "scale_rewards", "greater_is_better", "shuffle_dataset", "data.shuffle", "data.filter_overlong_prompts",
-     "trainer.val_before_train"}
+     "trainer.val_before_train", "algorithm.norm_adv_by_std_in_grpo"}
 )  # fmt: skip
 """Keys whose `false` is a choice of its own. That of any other key switches off what is off here too."""
 HABITS: Sequence[Habit] = (*_TRL, *_VERL, *_OTHERS)
