@@ -222,7 +222,7 @@ def test_a_whole_configuration_of_verl_is_converted(tmp_path: Path):
     groups = {line.partition(":")[0] for line in shown.splitlines() if line.startswith("#")}
     assert groups == {"# converted from verl; what its file leaves out has the defaults of verl",
                       "# look at", "# left out", "# without effect"}  # fmt: skip
-    left_out = [line for line in shown.splitlines() if line.startswith("# left out")]
+    left_out = sorted(line for line in shown.splitlines() if line.startswith("# left out"))
     assert [line.split(": ")[1] for line in left_out] == [
         "actor_rollout_ref.actor.policy_loss.clip_cov_ratio",
         "trainer.default_local_dir",
