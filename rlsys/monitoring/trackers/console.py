@@ -120,6 +120,7 @@ class ConsoleSink:
         yield f"  rlsys dashboard {run}"
         if ended.reason == "finished":
             yield f"  rlsys report {run} -o report.html"
+        if ended.reason == "finished" and self._total:  # a run of one policy
             yield f"  rlsys eval {run}" + ("" if self._was_evaluated else " --data FILE")
             yield f"  rlsys export {run} --to FOLDER"
 
@@ -138,12 +139,26 @@ def _from_here(path: str) -> str:
     return path if here.startswith("..") else here
 
 
+ON_ANSWERS: Mapping[str, bool] = {
+    "policy/nll": False,
+    "distill/kl": False,
+    "kto/margin": True,
+    "dpo/margin": True,
+}
+"""Metric of a loss on answers as such; True if it reads rewards."""
+
+
 def figures(metrics: Mapping[str, float]) -> list[str]:
-    """Figures for a progress line, as far as their metrics exist, e.g. `reward 0.713`."""
+    """Figures for a progress line, as far as their metrics exist, e.g. `reward 0.713`.
+
+    Of a loss on answers as such, its value is the first; a reward that no loss reads is not shown.
+    """
+    own = next((name for name in ON_ANSWERS if name in metrics), None)
     shown = [
         text.format(metrics[name])
         for name, text in (
-            ("reward/mean", "reward {:.3f}"),
+            *([("loss", "loss {:.3f}")] if own else []),
+            *([("reward/mean", "reward {:.3f}")] if own is None or ON_ANSWERS[own] else []),
             ("async/staleness_max", "staleness {:.0f}"),
             ("perf/tokens_per_s", "{:,.0f} tokens/s"),
         )

@@ -34,7 +34,7 @@ from rlsys.monitoring.events import (
     WorkerRestarted,
     ZeroAdvantageWarning,
 )
-from rlsys.monitoring.trackers.console import ConsoleSink, duration
+from rlsys.monitoring.trackers.console import ConsoleSink, duration, figures
 from rlsys.monitoring.trackers.jsonl import MAX_WAITING, JsonlSink
 
 if TYPE_CHECKING:
@@ -322,6 +322,29 @@ def test_nothing_of_the_progress_follows_the_end_and_its_next_commands() -> None
             "  rlsys eval 'runs/my run' --data FILE",
             "  rlsys export 'runs/my run' --to FOLDER",
         ]
+
+
+def test_a_run_of_several_policies_is_not_told_to_export_them_as_one() -> None:
+    out = io.StringIO()
+    ConsoleSink(0, out, run_dir="runs/team").handle(RunEnded(8, "finished"), 9.0)
+    assert [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("  rlsys")] == [
+        "dashboard",
+        "report",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"loss": 0.25, "reward/mean": 0.5}, ["reward 0.500"]),
+        ({"loss": 0.25, "reward/mean": 1.0, "policy/nll": 0.25}, ["loss 0.250"]),
+        ({"loss": 0.25, "reward/mean": 0.0, "distill/kl": 0.1}, ["loss 0.250"]),
+        ({"loss": 0.25, "reward/mean": 0.5, "kto/margin": 0.1}, ["loss 0.250", "reward 0.500"]),
+        ({"loss": 0.25, "reward/mean": 1.0, "dpo/margin": 0.1}, ["loss 0.250", "reward 1.000"]),
+    ],
+)
+def test_a_loss_on_answers_as_such_is_shown(metrics: dict[str, float], shown: list[str]) -> None:
+    assert figures(metrics) == shown
 
 
 def test_an_interrupted_run_says_how_it_goes_on() -> None:
