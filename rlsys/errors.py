@@ -136,6 +136,10 @@ class ZeroAdvantage(RlsysError):
     """Scored groups in which no trajectory has an advantage. They are dropped and counted, but nothing failed."""
 
 
+class AllTruncated(ZeroAdvantage):
+    """A group in which every reply was cut by length, and the algorithm leaves those out."""
+
+
 class RunAborted(RlsysError):
     """End of the run by the failure policy; the text includes the last failure."""
 

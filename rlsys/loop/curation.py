@@ -29,9 +29,9 @@ from rlsys.algorithm import Algorithm
 from rlsys.batch.packing import num_trained
 from rlsys.config.curation_section import CurationSection, fewer
 from rlsys.contracts import Replacement
-from rlsys.errors import NothingToTrain, PayloadLost, ZeroAdvantage
+from rlsys.errors import AllTruncated, NothingToTrain, PayloadLost, ZeroAdvantage
 from rlsys.monitoring.events import EpisodeReplaced, Events
-from rlsys.types import EpisodeMeta, Group, PolicyVersion, is_success
+from rlsys.types import EpisodeMeta, Group, OutcomeKind, PolicyVersion, is_success
 from rlsys.util.deviation import deviation
 
 STD_GROUPS = 30
@@ -345,7 +345,8 @@ def check_teaches(group: Group, algorithm: Algorithm) -> None:
     """Check that a scored group teaches the policy something (dynamic sampling, DAPO, arXiv:2503.14476).
 
     Raises `NothingToTrain` if no trained token has an advantage. Raises `ZeroAdvantage` if its rewards are all
-    equal, if its policy has nothing to be compared with, or if only frozen agents or other policies sampled.
+    equal, if its policy has nothing to be compared with, or if only frozen agents or other policies sampled;
+    `AllTruncated` if all is masked because it was cut by length.
     """
     name = f"group {group.group_id} (task {group.task_id})"
     if _is_silent(group):
@@ -353,6 +354,12 @@ def check_teaches(group: Group, algorithm: Algorithm) -> None:
     if not num_trained(group, algorithm.assign(group)):
         if num_trained(group, tuple(algorithm.advantages(group))):
             raise ZeroAdvantage(f"{name}: every trajectory belongs to algorithm.frozen_agents")
+        kinds = {t.outcome.kind for _, t in group.trajectories() if t.samples}
+        if kinds == {OutcomeKind.TRUNCATED} and getattr(algorithm, "mask_truncated", False):
+            raise AllTruncated(
+                f"{name}: every reply was cut by length, and algorithm.mask_truncated leaves those out: raise "
+                "rollout.max_new_tokens, or set it to false"
+            )
         if group.num_trained and not _has_own_failure(group):
             raise ZeroAdvantage(f"{name}: there is nobody to compare what {group.policy} said with")
         failures = [t.outcome.reason for e in group.episodes for t in e.trajectories if t.outcome.is_failed]

@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 from rlsys.config.run_sections import LimitsSection
 from rlsys.contracts import Composer, Reference, Rewards, Rollouts
 from rlsys.errors import (
+    AllTruncated,
     CollectiveFailed,
     DeadlineExceeded,
     EndpointDown,
@@ -41,6 +42,8 @@ _ZERO_ADVANTAGE = (
 )
 
 
+TRUNCATED_STEPS = 10
+"""Steps of groups in a row that may be left out because every reply was cut by length."""
 RECENT = 100
 """Number of last groups of which `limits.failed_share` may fail."""
 NEVER_A_SUCCESS = 16
@@ -193,17 +196,22 @@ class DroppedGroups:
     recent: RecentGroups = field(default_factory=RecentGroups)
     num_zero_advantage: int = 0
     """Groups with zero advantage since the last group that was trained."""
+    num_truncated: int = 0
+    """Of these, groups one after the other in which every reply was cut by length."""
     num_settled_away: int = 0
     """Groups in steps that had nothing to train after `finalize_advantages`, since the last trained step."""
 
     def decide(self, error: RlsysError, attempt: int) -> str | None:
         """Decide on the failure of attempt number `attempt`, see `FailurePolicy.decide`."""
+        most = TRUNCATED_STEPS * self.queue.bound.groups_per_step
+        if isinstance(error, AllTruncated) and self.num_truncated + 1 >= most:
+            raise RunAborted(f"nothing was trained of {most} groups one after the other; the last: {error}")
         return self.failures.decide(error, attempt, self.recent, self.num_zero_advantage)
 
     def on_group_scored(self) -> None:
         """Count a scored group that can be trained."""
         self.recent.add(is_failed=False)
-        self.num_zero_advantage = 0
+        self.num_zero_advantage = self.num_truncated = 0
 
     def on_step_trained(self) -> None:
         self.num_settled_away = 0
@@ -214,6 +222,7 @@ class DroppedGroups:
             return
         if isinstance(given_up.error, ZeroAdvantage):
             self.num_zero_advantage += 1
+            self.num_truncated = self.num_truncated + 1 if isinstance(given_up.error, AllTruncated) else 0
             self._warn(self.num_zero_advantage, 1, given_up.error)
         if isinstance(given_up.error, TaskTooLong):
             self.recent.num_too_long += 1
