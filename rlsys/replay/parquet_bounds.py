@@ -34,7 +34,7 @@ _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "BYTE_STREAM_SPLIT"}
 def open_parquet(path: Path, dictionaries: Sequence[str]) -> pq.ParquetFile:
     """Open a file; the columns `dictionaries` are read without writing repeated texts out.
 
-    Raises `ValueError` if it is no Parquet file or has too many rows, `OSError`, and errors of pyarrow.
+    Raises `ValueError` if it is no Parquet file, lacks one of these columns, or has too many rows, `OSError`, and errors of pyarrow.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -48,7 +48,10 @@ def open_parquet(path: Path, dictionaries: Sequence[str]) -> pq.ParquetFile:
         if (num_bytes := int.from_bytes(end[:4], "little")) > _MOST_FOOTER_BYTES:
             raise ValueError(f"its description has {num_bytes} bytes, and at most {_MOST_FOOTER_BYTES} are read")
         source = pa.OSFile(f"/proc/self/fd/{opened.fileno()}")  # the same file, even if another has its name now
-    file = pq.ParquetFile(source, read_dictionary=list(dictionaries), page_checksum_verification=True)
+    try:
+        file = pq.ParquetFile(source, read_dictionary=list(dictionaries), page_checksum_verification=True)
+    except KeyError as error:
+        raise ValueError(f"it lacks a column that rlsys writes: {error}") from error
     if file.metadata.num_rows > _MOST_ROWS:
         raise ValueError(f"it has {file.metadata.num_rows} rows, and at most {_MOST_ROWS} are read")
     return file

@@ -386,6 +386,10 @@ def row_attention(
             f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not supported: choose "
             "another model"
         )
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise ModelError(
+            f"{type(module).__name__} makes a mask of its own, which rows do not take part in: choose another model"
+        )
     if key.shape[-1] != value.shape[-1]:
         raise ModelError(
             f"{type(module).__name__} has values of another width than keys, which is not supported: choose another "

@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent": ("qwen3_next", NEXT, r"Qwen3NextForCausalLM has recurrent states \(linear_attention\), which cannot"),
     "mamba": ("mamba", {}, r"MambaForCausalLM has recurrent states"),
     "convolution": ("lfm2", {"layer_types": ["conv", "full_attention"]}, r"has recurrent states \(conv\)"),
+    "own mask": ("doge", {"keep_window_size": 8}, r"DogeAttention makes a mask of its own"),
     "chunks": ("llama4_text", {"intermediate_size_mlp": 48}, r"has layers of type chunked_attention"),
     "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens"),
     "shared keys": ("gemma3n_text", {"num_kv_shared_layers": 1}, "layers that share the keys of others"),
