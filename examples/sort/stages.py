@@ -28,7 +28,7 @@ from rlsys.config import Config
 
 STAGES: Mapping[str, Sequence[str]] = {
     "sft": ("algorithm={type: sft}", "rollout.workflow=demonstrations", "train.lr=1e-4"),
-    "dpo": ("algorithm={type: dpo, beta: 0.5}", "rollout.workflow=offline", "train.lr=1e-4"),
+    "dpo": ("algorithm={type: dpo, beta: 0.5, nll_weight: 1}", "rollout.workflow=offline", "train.lr=1e-4"),
     "grpo": ("algorithm.type=grpo",),
 }
 """Keys of each stage."""

@@ -34,7 +34,8 @@ _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "BYTE_STREAM_SPLIT"}
 def open_parquet(path: Path, dictionaries: Sequence[str]) -> pq.ParquetFile:
     """Open a file; the columns `dictionaries` are read without writing repeated texts out.
 
-    Raises `ValueError` if it is no Parquet file, lacks one of these columns, or has too many rows, `OSError`, and errors of pyarrow.
+    Raises `ValueError` if it is no Parquet file, lacks one of these columns, or has too many rows, `OSError`, and
+    errors of pyarrow.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

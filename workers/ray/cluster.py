@@ -105,7 +105,7 @@ class ForkServer:
     @classmethod
     def start(cls) -> Self:
         """Start it, for all workers that this process starts from now on."""
-        folder = Path(tempfile.mkdtemp(prefix="rlsys-forks-"))
+        folder = Path(tempfile.mkdtemp(prefix="forks-", dir=private_folder()))
         path = folder / "socket"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
