@@ -50,9 +50,9 @@ def main() -> None:
     print(json.dumps({"before": figures["expected"], **accuracies}))
 
 
-def train(prepared: Path, folder: Path, seed: int, steps: int) -> dict[str, float]:
-    """Train all stages in `folder`; return the accuracy after each."""
-    data = write_data(prepared, folder, seed)
+def train(prepared: Path, folder: Path, seed: int, steps: int, rows: int = ROWS) -> dict[str, float]:
+    """Train all stages in `folder`, the first two on `rows` rows each; return the accuracy after each."""
+    data = write_data(prepared, folder, seed, rows)
     model, accuracies = prepared / "model", {}
     for stage, keys in STAGES.items():
         config = Config.load(
@@ -71,16 +71,16 @@ def train(prepared: Path, folder: Path, seed: int, steps: int) -> dict[str, floa
     return accuracies
 
 
-def write_data(prepared: Path, folder: Path, seed: int) -> dict[str, Path]:
+def write_data(prepared: Path, folder: Path, seed: int, num_rows: int) -> dict[str, Path]:
     """Write the rows of each stage into `folder`; return their files."""
     rows, rng = rows_of(prepared / "train.jsonl"), random.Random(seed)
     of_stage = {
-        "sft": [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows[:ROWS]],
+        "sft": [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows[:num_rows]],
         "dpo": [
             {"prompt": row["prompt"], "chosen": row["answer"], "rejected": with_two_exchanged(row["answer"], rng)}
-            for row in rows[ROWS : 2 * ROWS]
+            for row in rows[num_rows : 2 * num_rows]
         ],
-        "grpo": rows[2 * ROWS :],
+        "grpo": rows[2 * num_rows :],
     }
     folder.mkdir(parents=True, exist_ok=True)
     paths = {stage: folder / f"{stage}.jsonl" for stage in of_stage}
