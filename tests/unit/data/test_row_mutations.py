@@ -20,7 +20,8 @@ from tests.unit.data.test_row_files import WRITERS, Rows, cell_of, write_lines
 Row = dict[str, Any]
 FILES = 300
 TEXTS = (
-    "2+3?", "012358", "1.50", "NA", "\u202eabc", "\U0001f600" * 40, "a\tb\nc", '"quoted", and more', "x" * 100_000, "\0",
+    "2+3?", "012358", "1.50", "NA", "\u202eabc", "\U0001f600" * 40, "a\tb\nc", '"quoted", and more', "x" * 100_000,
+    "\0",
 )  # fmt: skip
 BLANK = ("", "  \n", None)
 IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
