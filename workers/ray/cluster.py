@@ -105,7 +105,9 @@ class ForkServer:
     @classmethod
     def start(cls) -> Self:
         """Start it, for all workers that this process starts from now on."""
-        folder = Path(tempfile.mkdtemp(prefix="forks-", dir=private_folder()))
+        temporary = tempfile.gettempdir()
+        short = temporary if len(temporary) <= LONGEST_FOLDER else "/tmp"  # the name of a socket is short
+        folder = Path(tempfile.mkdtemp(prefix="rlsys-forks-", dir=short))
         path = folder / "socket"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
