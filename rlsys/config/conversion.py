@@ -42,6 +42,8 @@ class Conversion:
     """Result of a conversion."""
 
     system: System
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Their keys in the file, dotted."""
     tree: Tree = field(default_factory=dict)
     """The configuration."""
     notes: list[str] = field(default_factory=list)
@@ -58,9 +60,6 @@ class Conversion:
         yield from (f"# left out: {reason}" for reason in self.left_out)
         yield from (f"# without effect: {reason}" for reason in self.without_effect)
         yield dump(self.tree).rstrip()
-
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """Their keys in the file, dotted."""
 
     def leave_out(self, key: str, reason: str) -> None:
         """Remove a key or section; name each of their keys behind it that the file gives."""
@@ -95,7 +94,7 @@ def convert(path: Path) -> Conversion:
         raise ConfigError(f"{path}: {_UNSUPPORTED}")
     given = theirs = _resolve_references(dict(_leaves(tree_in(path))))
     is_verl = any(key.partition(".")[0] == "actor_rollout_ref" for key in theirs)
-    made = Conversion("verl" if is_verl else "TRL")
+    made = Conversion("verl" if is_verl else "TRL", given)
     known = habits_of(made.system)
     if not is_verl and len(known.keys() & theirs.keys()) < 2:
         raise ConfigError(f"{path}: {_UNSUPPORTED}")
@@ -124,7 +123,6 @@ def convert(path: Path) -> Conversion:
             by_hand[key] = f"{key}: {value}: {habit.ours}" + (f", {habit.note}" if habit.note else "")
         else:
             made.set("algorithm.beta" if is_kto and habit.ours == "algorithm.kl_coef" else habit.ours, ours)
-    made.given = given
     done = _finish_verl(made, theirs) if is_verl else _finish_trl(made, theirs)
     made.notes = [note for key, note in by_hand.items() if key not in done] + made.notes
     _leave_out_what_others_have(made)
