@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeA
 
 from rlsys.errors import ConfigError
 from rlsys.types import Answers, Group, PolicyVersion
-from rlsys.util.number_ranges import Count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -205,9 +204,9 @@ class Algorithm:
 
     group_size: int = 8
     """Episodes rolled out per task and compared with each other."""
-    passes: Count = 1
-    """Passes over the groups of a step, each of `train.updates_per_step` updates: PPO's K epochs. In later ones, the
-    policy has moved away from what sampled the tokens."""
+    passes: int = 1
+    """Passes over the groups of a step, from 1 to 100, each of `train.updates_per_step` updates: PPO's K epochs. In
+    later ones, the policy has moved away from what sampled the tokens."""
     frozen_agents: tuple[str, ...] = ()
     """Names of agents that are not trained, such as `lead`, although the trained policy samples for them. Their rewards
     still count: in baselines, and for agents without a reward."""

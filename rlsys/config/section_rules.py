@@ -31,6 +31,7 @@ _WRONG_ORIGIN: Mapping[Answers, str] = {
     "algorithm.reward_above to train on the best, or take the workflow demonstrations or offline",
 }
 
+MOST_PASSES = 100
 MOST_GROUPS = 1_000_000
 """Most groups in flight: each has a task of the driver's event loop."""
 
@@ -40,6 +41,11 @@ def _signals_are_made(algorithm: Algorithm) -> Iterator[Problem]:
         asked, known = ", ".join(unknown), ", ".join(Column)
         text = f"{_name(algorithm)} asks for {asked}, which no worker makes; columns are {known}"
         yield ("algorithm",), text
+
+
+def _passes_are_few(algorithm: Algorithm) -> Iterator[Problem]:
+    if not 1 <= algorithm.passes <= MOST_PASSES:
+        yield ("algorithm", "passes"), f"should be from 1 to {MOST_PASSES} (got {algorithm.passes})"
 
 
 def _policy_is_trained(run: RunSection, algorithm: Algorithm) -> Iterator[Problem]:
@@ -186,8 +192,8 @@ def _agents_are_bound(policies: Mapping[str, PolicySection], agents: Mapping[str
 
 
 _RULES: Sequence[Callable[..., Iterator[Problem]]] = (
-    _signals_are_made, _policy_is_trained, _stabilizer_begins, _replies_fit, _answers_suit, _early_ends_suit,
-    _early_ends_have_rewards, _gpus_suit_engine, _versions_have_room, _server_takes_what_is_trained,
+    _signals_are_made, _passes_are_few, _policy_is_trained, _stabilizer_begins, _replies_fit, _answers_suit,
+    _early_ends_suit, _early_ends_have_rewards, _gpus_suit_engine, _versions_have_room, _server_takes_what_is_trained,
     _experts_are_recorded, _sources_have_names, _staleness_is_safe, _groups_have_room, _curation_suits,
     _successes_are_put_in, _sources_are_weighed, _replicas_have_servers, _best_is_measured, _agents_are_bound,
 )  # fmt: skip

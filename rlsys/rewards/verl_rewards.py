@@ -33,7 +33,7 @@ def verl(completion: str, answer: Json, data_source: str) -> float:
         return math(completion, wanted)
     if is_known(data_source):
         lines = _ANSWER.findall(completion)
-        said = lines[-1].strip().strip("$").strip() if lines else ""
-        said = said if r"\boxed{" in said else rf"\boxed{{{said}}}"
-        return 1.0 if lines and math(said, wanted) else -1.0
+        last = lines[-1].strip().strip("$").strip() if lines else ""
+        boxed = last if r"\boxed{" in last else rf"\boxed{{{last}}}"
+        return 1.0 if lines and math(boxed, wanted) else -1.0
     raise CannotScore(f"no rule for the data_source {data_source!r} is known here: give a function of yours for it")

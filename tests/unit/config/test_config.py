@@ -594,6 +594,13 @@ def test_every_key_has_a_docstring():
     assert [key for key, text in documented(Config) if not text and key != "rollout.chat"] == []
 
 
+@pytest.mark.parametrize("passes", [0, -1, 101, 10**30])
+def test_passes_over_a_step_are_some_and_not_without_end(passes: int, tmp_path: Path):
+    path = write(tmp_path, MINIMAL + f"algorithm: {{type: grpo, passes: {passes}}}\n")
+    with pytest.raises(ConfigError, match=r"algorithm\.passes: should be (from 1 to 100|a number of at most)"):
+        Config.load(path)
+
+
 def test_the_number_of_keys_is_bounded():
     keys = leaves(json.loads(Path("docs/config.schema.json").read_text()))
     assert {"run.steps", "reward.fn.weight", "rollout.engine.urls", "resources.gpus", "policies"} <= keys
