@@ -427,7 +427,7 @@ def test_it_trains_and_moves_wanted_from_unwanted(tmp_path: Path) -> None:
     with torch.no_grad():
         mismatches = [
             mismatched_column(
-                data, one, plan.partners, lambda b: scorer(b, Distribution())[0], torch.device("cpu")
+                data, one, plan.partners, lambda b: scorer(b, Distribution()), torch.device("cpu")
             ).numpy()
             for one in plan.updates[0]
         ]
