@@ -243,6 +243,10 @@ class PolicyGradient(Algorithm):
         return is_whole and not has_terms and not (self.whitens or self.has_step_statistics)
 
     @property
+    def leaves_out_truncated(self) -> bool:
+        return self.mask_truncated
+
+    @property
     def differentiates_entropy(self) -> bool:
         return self.entropy_coef > 0
 

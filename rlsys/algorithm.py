@@ -247,6 +247,11 @@ class Algorithm:
         return False
 
     @property
+    def leaves_out_truncated(self) -> bool:
+        """True if trajectories that were cut by length get no advantage."""
+        return False
+
+    @property
     def uses_rewards(self) -> bool:
         """False if rewards change nothing: then no reward function is needed, and each episode counts as scored."""
         return True

@@ -109,7 +109,7 @@ def train(
 
     if not dry_run:
         result = launch.train(config).as_json()
-        _echo(result, _outcome(result), as_json=as_json)
+        _echo(result, _result_lines(result), as_json=as_json)
         return
     from rlsys.config.resource_plan import plan_of
 
@@ -563,12 +563,13 @@ def _write(output: Path, text: str) -> None:
     print_result(str(output))
 
 
-def _outcome(result: Mapping[str, Any]) -> Iterator[str]:
-    """What a run came to: two lines, and one for each of several policies."""
+def _result_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield two lines on the result of a run, and one for each of several policies."""
     stopped = f", ended early: {result['early_stop']}" if "early_stop" in result else ""
     seconds = result["seconds"].get("start_up", 0.0) + result["seconds"].get("step", 0.0)
     yield f"{result['run_dir']}: {result['steps']} steps" + (f" in {seconds:.0f} s" if seconds else "") + stopped
-    for name, own in {"reward": result, **result.get("policies", {})}.items():
+    of_policies = {f"reward of {name}": own for name, own in result.get("policies", {}).items()}
+    for name, own in {"reward": result, **of_policies}.items():
         if own["reward_last"] is not None:
             first, last = own["reward_first"], own["reward_last"]
             yield f"{name} {first:.3f} in the first steps of this session, {last:.3f} in the last"

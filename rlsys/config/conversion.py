@@ -19,10 +19,10 @@ from rlsys.config.other_trainers import (
     CHANGES_TRAINING,
     DEFAULTS,
     FALSE_MATTERS,
-    MACHINERY,
     SWITCHES,
     System,
     habits_of,
+    is_machinery,
 )
 from rlsys.config.schema import ALGORITHMS, ON_CPU_MICRO_BATCH_TOKENS, Config
 from rlsys.errors import ConfigError
@@ -110,7 +110,7 @@ def convert(path: Path) -> Conversion:
         habit = known.get(key)
         if value in (None, "???", {}, []) or (value is False and key not in FALSE_MATTERS):
             continue  # switched off, as here
-        if habit is None and MACHINERY.search(key):
+        if habit is None and is_machinery(key):
             made.without_effect.append(f"{key}: {value}")
         elif habit is None:
             made.left_out.append(f"{key}: {value}: not known; see docs/coming-from.md")

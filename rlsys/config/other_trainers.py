@@ -5,7 +5,6 @@ One row a key. A key of an algorithm or of a plug-in is written with its section
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -325,32 +324,119 @@ DEFAULTS: Mapping[System, Mapping[str, object]] = {
         "critic.cliprange_value": 0.5,
     },
 }
-"""What they take for keys that a file leaves out, where ours is another value."""
+"""Their values of keys that a file leaves out, where ours is another value."""
 CHANGES_TRAINING = frozenset(
     {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens", "lora_dropout",
      "early_stopping_threshold", "sync_ref_model"}
 )  # fmt: skip
 """Keys without a counterpart that would train another policy. All others without one have no effect here."""
-MACHINERY = re.compile(
-    r"^optim$|(^|\.)(_target_|profiler|global_profiler|ray_kwargs|ray_init|checkpoint|fsdp_config|wrap_policy|use_shm|nccl_timeout"
-    r"|use_torch_compile|use_fused_kernels|fused_kernel_options|use_liger|enforce_eager|free_cache_engine|load_format"
-    r"|enable_chunked_prefill|max_num_batched_tokens|cudagraph_capture_sizes|disable_log_stats|layered_summon|trace"
-    r"|skip_rollout|skip_dump_dir|update_weights_bucket_megabytes|log_prob_[a-z_]+|forward_[a-z_]+|strategy|engine_kwargs"
-    r"|entropy_(from_logits_with_chunking|checkpointing)|dataloader_[a-z_]+|trust_remote_code|external_lib|balance_batch"
-    r"|log_val_generations|val_batch_size|device|mode|dtype|ignore_eos|do_sample|calculate_log_probs|prompt_length"
-    r"|response_length|num_workers|multi_stage_wake_up|use_legacy_worker_impl|esi_redundant_time|del_local_ckpt_after_load"
-    r"|ray_wait_register_center_timeout|max_critic_ckpt_to_keep|reward_fn_key|image_key|video_key|return_[a-z_]+"
-    r"|filter_overlong_prompts_workers|validation_shuffle|sandbox_fusion|launch_reward_fn_async|tokenizer_path"
-    r"|total_training_steps|num_cycles|rollout_n|logging_[a-z_]+|log_[a-z_]+|save_[a-z_]+|eval_(accumulation_steps|delay"
-    r"|do_concat_batches|use_gather_object)|per_device_eval_batch_size|ddp_[a-z_]+|torch_[a-z_]+|tf32|half_precision_backend"
-    r"|use_cpu|disable_tqdm|hub_[a-z_]+|gradient_checkpointing_kwargs|overwrite_output_dir|do_(train|eval|predict)"
-    r"|cast_lm_head_to_fp32|ds3_gather_for_generation|wandb_[a-z_]+|num_completions_to_print|vllm_[a-z_]+"
-    r"|use_transformers_paged|cache_implementation|accelerator_config|fsdp_[a-z_]+|average_tokens_across_devices"
-    r"|auto_find_batch_size|include_[a-z_]+|length_column_name|data_seed|adam_epsilon|jit_mode_eval|prediction_loss_only"
-    r"|restore_callback_states_from_checkpoint|skip_memory_metrics|local_rank|past_index|project|trackio_space_id"
-    r"|disable_dropout|shuffle_dataset|eval_strategy|exclude_modules|override_config|custom_chat_template)(\.|$)"
+_MACHINERY = frozenset(
+    [
+        "_target_",
+        "profiler",
+        "global_profiler",
+        "ray_kwargs",
+        "ray_init",
+        "checkpoint",
+        "fsdp_config",
+        "wrap_policy",
+        "use_shm",
+        "nccl_timeout",
+        "trace",
+        "use_torch_compile",
+        "use_fused_kernels",
+        "fused_kernel_options",
+        "use_liger",
+        "enforce_eager",
+        "free_cache_engine",
+        "load_format",
+        "device",
+        "enable_chunked_prefill",
+        "max_num_batched_tokens",
+        "cudagraph_capture_sizes",
+        "disable_log_stats",
+        "layered_summon",
+        "skip_rollout",
+        "skip_dump_dir",
+        "update_weights_bucket_megabytes",
+        "strategy",
+        "engine_kwargs",
+        "entropy_from_logits_with_chunking",
+        "mode",
+        "dtype",
+        "entropy_checkpointing",
+        "trust_remote_code",
+        "external_lib",
+        "balance_batch",
+        "val_batch_size",
+        "ignore_eos",
+        "do_sample",
+        "num_workers",
+        "calculate_log_probs",
+        "prompt_length",
+        "response_length",
+        "multi_stage_wake_up",
+        "use_legacy_worker_impl",
+        "esi_redundant_time",
+        "del_local_ckpt_after_load",
+        "ray_wait_register_center_timeout",
+        "max_critic_ckpt_to_keep",
+        "reward_fn_key",
+        "image_key",
+        "video_key",
+        "filter_overlong_prompts_workers",
+        "validation_shuffle",
+        "sandbox_fusion",
+        "launch_reward_fn_async",
+        "tokenizer_path",
+        "rollout_n",
+        "total_training_steps",
+        "num_cycles",
+        "eval_accumulation_steps",
+        "eval_delay",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "tf32",
+        "per_device_eval_batch_size",
+        "half_precision_backend",
+        "use_cpu",
+        "disable_tqdm",
+        "gradient_checkpointing_kwargs",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "overwrite_output_dir",
+        "cast_lm_head_to_fp32",
+        "ds3_gather_for_generation",
+        "num_completions_to_print",
+        "past_index",
+        "use_transformers_paged",
+        "cache_implementation",
+        "accelerator_config",
+        "average_tokens_across_devices",
+        "auto_find_batch_size",
+        "length_column_name",
+        "jit_mode_eval",
+        "prediction_loss_only",
+        "restore_callback_states_from_checkpoint",
+        "skip_memory_metrics",
+        "local_rank",
+        "project",
+        "trackio_space_id",
+        "eval_strategy",
+    ]
 )
-"""Names of keys that are about the machinery of a trainer, and train no other policy."""
+_MACHINERY_BEGINS = (
+    "log_", "logging_", "save_", "forward_", "dataloader_", "return_", "ddp_", "torch_", "hub_", "wandb_", "vllm_",
+    "fsdp_", "include_",
+)  # fmt: skip
+
+
+def is_machinery(key: str) -> bool:
+    """Return True for a key that is about the machinery of a trainer, and trains no other policy."""
+    return key == "optim" or any(part in _MACHINERY or part.startswith(_MACHINERY_BEGINS) for part in key.split("."))
+
+
 FALSE_MATTERS = frozenset(
     {"bf16", "scale_rewards", "greater_is_better", "shuffle_dataset", "data.shuffle", "data.filter_overlong_prompts",
      "trainer.val_before_train", "algorithm.norm_adv_by_std_in_grpo"}

@@ -12,7 +12,7 @@ true or false is no answer: TRL marks wanted completions with it. plain and trl 
 `Columns` gives different names, and overrides all of these.
 
 Every column stays in `Task.info` under its name, except `prompt`, `answer` and `id` where they became that part. An
-`info` column that is an object, or the text of one, is unpacked; a column of the same name overrides its entry. An
+`info` column that is an object, or the text of one, is unpack_row; a column of the same name overrides its entry. An
 answer from another column than `answer`, or that is neither text nor number, is also `info.ground_truth`, unconverted,
 unless the row has that column. `Task.answer` of a boolean, a list or an object is its JSON text, with sorted keys.
 
@@ -164,7 +164,7 @@ def _first_filled(rows: Sequence[Row], sources: tuple[str, ...]) -> str:
 # ------------------------------------------------------------------------------------------------------- row to task
 
 
-def unpacked(row: Row) -> Row:
+def unpack_row(row: Row) -> Row:
     """Parse an `info` that is the text of a JSON object, and take the prompt out of preferences."""
     return _with_info_parsed(_with_prompt_apart(row))
 

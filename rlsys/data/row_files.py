@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rlsys.data.row_adapters import Row, RowProblem, unpacked, without_nulls
+from rlsys.data.row_adapters import Row, RowProblem, unpack_row, without_nulls
 from rlsys.errors import DataError
 from rlsys.types import Json
 from rlsys.util.regular_files import open_regular
@@ -138,7 +138,7 @@ def _has_no_splits(place: Place) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """Open a file, unpacked. Raises `DataError` if it cannot be read, also while its bytes are taken."""
+    """Open a file, unpack_row. Raises `DataError` if it cannot be read, also while its bytes are taken."""
     try:
         with open_regular(path) as file:
             yield gzip.GzipFile(fileobj=file) if path.suffix == _GZ else BufferedReader(file)
@@ -171,7 +171,7 @@ def _array(path: Path, text: bytes) -> Iterator[tuple[str, object]]:
     except orjson.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON: {_describe_json_error(error, text)}") from error
     for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", unpacked(row) if isinstance(row, dict) else row
+        yield f"{path}: row {number}", unpack_row(row) if isinstance(row, dict) else row
 
 
 def _parse_line(line: bytes) -> object:
@@ -179,7 +179,7 @@ def _parse_line(line: bytes) -> object:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         return RowProblem(f"not JSON: {_describe_json_error(error, line)}; give one object a line")
-    return unpacked(row) if isinstance(row, dict) else row
+    return unpack_row(row) if isinstance(row, dict) else row
 
 
 def _describe_json_error(error: orjson.JSONDecodeError, text: bytes) -> str:
@@ -220,7 +220,7 @@ def _row_of_cells(names: Sequence[str], cells: Sequence[str]) -> Row | RowProble
         row = {name: _value_of(name, cell) for name, cell in zip(names, cells, strict=True) if name}
     except RowProblem as problem:
         return problem
-    return unpacked(row)
+    return unpack_row(row)
 
 
 def _value_of(name: str, cell: str) -> Json:
@@ -337,7 +337,7 @@ def _plain(row: object) -> object:
             plain[column] = drop_filled_nulls(orjson.loads(orjson.dumps(value, default=_text)))
         except orjson.JSONEncodeError as error:
             return RowProblem(f"`{column}`: {error.__cause__ or error}; remove the column")
-    return unpacked(plain)
+    return unpack_row(plain)
 
 
 def _text(value: object) -> str:

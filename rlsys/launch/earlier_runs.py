@@ -1,4 +1,4 @@
-"""What a run takes from an earlier one: weights to begin with, and the configuration that it goes on from."""
+"""Weights that a run takes from an earlier one, and changes of the configuration between two sessions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.config.loader import tree_in
-from rlsys.config.policy_sections import PolicySection
 from rlsys.errors import CheckpointError, ConfigError, ModelError
 from rlsys.launch.config_history import path_at
 from rlsys.launch.offline_commands import export_once
+from rlsys.launch.preflight import with_model_paths
 from rlsys.loop.checkpoint import newest_whole, step_of
 from rlsys.util.files import CONFIG
 from rlsys.util.leaves import leaves
@@ -32,22 +32,7 @@ def with_models_of_runs(config: Config) -> Config:
     keeps the one that it began with, whatever the other run has trained since. Raises `ModelError` for a run without a
     whole checkpoint.
     """
-    update: dict[str, Any] = {
-        name: section.model_copy(update={"path": _model_at(section.path, f"{name}.path", config.run_dir)})
-        for name, section in (("model", config.model), ("critic", config.critic), ("reference", config.reference))
-        if section.path is not None
-    }
-    update["policies"] = {name: _policy(name, policy, config.run_dir) for name, policy in config.policies.items()}
-    return config.model_copy(update=update)
-
-
-def _policy(name: str, policy: PolicySection, run: Path) -> PolicySection:
-    models = {part: keys for part in ("model", "critic") if (keys := policy.own(part)).get("path") is not None}
-    found = {
-        part: {**keys, "path": _model_at(keys["path"], f"policies.{name}.{part}.path", run)}
-        for part, keys in models.items()
-    }
-    return PolicySection(policy.root | found)
+    return with_model_paths(config, lambda key, path: _model_at(path, key, config.run_dir))
 
 
 def _model_at(path: str, key: str, own_run: Path) -> str:
@@ -89,7 +74,7 @@ def changes_since(config: Config, checkpoint: Path) -> list[str]:
     changed = [key for key in after if key in before and before[key] != after[key] and key not in OWN]
     if "model.path" in changed:
         _check_is_same_model(config, str(before["model.path"]))
-    keys = [f"{key} is {_shown(after[key])} (was {_shown(before[key])})" for key in changed]
+    keys = [f"{key} is {_excerpt(after[key])} (was {_excerpt(before[key])})" for key in changed]
     notes = [f"going on from step {step_of(checkpoint)} with other keys: {', '.join(keys)}"] if keys else []
     return [*notes, *_schedule_notes(config, before, step_of(checkpoint))]
 
@@ -119,6 +104,6 @@ def _schedule_notes(config: Config, before: Mapping[str, Any], step: int) -> Ite
         )
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = str(value)
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."

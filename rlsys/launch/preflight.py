@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
@@ -346,24 +346,34 @@ def with_absolute_paths(config: Config) -> Config:
             update={"data": {name: _with_absolute_rows(rows) for name, rows in config.eval.data.items()}}
         ),
     }
-    for name, section in (("model", config.model), ("critic", config.critic), ("reference", config.reference)):
-        if section.path is not None:
-            update[name] = section.model_copy(update={"path": _absolute_folder(section.path)})
+    config = with_model_paths(config, lambda _, path: _absolute_folder(path))
     if config.train.lora and config.train.lora.path is not None:
         lora = config.train.lora.model_copy(update={"path": _absolute_folder(config.train.lora.path)})
         update["train"] = config.train.model_copy(update={"lora": lora})
-    update["policies"] = {name: _absolute_policy(policy) for name, policy in config.policies.items()}
+    update["policies"] = {name: _with_absolute_adapter(policy) for name, policy in config.policies.items()}
     return config.model_copy(update=update)
 
 
-def _absolute_policy(policy: PolicySection) -> PolicySection:
-    own = {name: policy.own(name) for name in ("model", "critic")}
-    paths = {name: _absolute_folder(keys["path"]) for name, keys in own.items() if keys.get("path") is not None}
-    update = {name: {**own[name], "path": path} for name, path in paths.items()}
+def with_model_paths(config: Config, path_of: Callable[[str, str], str]) -> Config:
+    """Return the configuration with `path_of(key, path)` in place of the path of each model, `model.path` for one."""
+    update: dict[str, object] = {
+        name: section.model_copy(update={"path": path_of(f"{name}.path", section.path)})
+        for name, section in (("model", config.model), ("critic", config.critic), ("reference", config.reference))
+        if section.path is not None
+    }
+    policies: dict[str, PolicySection] = {}
+    for name, policy in config.policies.items():
+        own = {part: policy.own(part) for part in ("model", "critic") if policy.own(part).get("path") is not None}
+        paths = {part: path_of(f"policies.{name}.{part}.path", keys["path"]) for part, keys in own.items()}
+        policies[name] = PolicySection(policy.root | {part: own[part] | {"path": paths[part]} for part in own})
+    return config.model_copy(update={**update, "policies": policies})
+
+
+def _with_absolute_adapter(policy: PolicySection) -> PolicySection:
     train = policy.own("train")
-    if (lora := train.get("lora")) and lora.get("path") is not None:
-        update["train"] = {**train, "lora": {**lora, "path": _absolute_folder(lora["path"])}}
-    return PolicySection(policy.root | update)
+    if not (lora := train.get("lora")) or lora.get("path") is None:
+        return policy
+    return PolicySection(policy.root | {"train": {**train, "lora": {**lora, "path": _absolute_folder(lora["path"])}}})
 
 
 def _with_absolute_rows(rows: AnyRows) -> AnyRows:

@@ -355,7 +355,7 @@ def check_teaches(group: Group, algorithm: Algorithm) -> None:
         if num_trained(group, tuple(algorithm.advantages(group))):
             raise ZeroAdvantage(f"{name}: every trajectory belongs to algorithm.frozen_agents")
         kinds = {t.outcome.kind for _, t in group.trajectories() if t.samples}
-        if kinds == {OutcomeKind.TRUNCATED} and getattr(algorithm, "mask_truncated", False):
+        if kinds == {OutcomeKind.TRUNCATED} and algorithm.leaves_out_truncated:
             raise AllTruncated(
                 f"{name}: every reply was cut by length, and algorithm.mask_truncated leaves those out: raise "
                 "rollout.max_new_tokens, or set it to false"

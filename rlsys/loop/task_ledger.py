@@ -186,12 +186,12 @@ class Ledger:
         self.next_group_id, self.num_consumed = state.next_group_id, state.num_consumed
         self.curation.restore(state.curation, finished)
         self._weigh()
-        pending = {group_id: self._placed(draw) if notes else draw for group_id, draw in state.pending.items()}
+        pending = {group_id: self._draw_again(draw) if notes else draw for group_id, draw in state.pending.items()}
         self.open = {group_id: draw for group_id, draw in pending.items() if group_id in finished}
         self._again = [each for each in pending.items() if each[0] not in finished]  # sorted, so a heap
         return notes
 
-    def _placed(self, draw: TaskDraw) -> TaskDraw:
+    def _draw_again(self, draw: TaskDraw) -> TaskDraw:
         """Return a draw of the same place in tasks that have changed since, or the next draw if there is none."""
         try:
             return replace(draw, task_id=self.source.at(draw.cursor).id)

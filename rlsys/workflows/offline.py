@@ -71,7 +71,7 @@ class Offline(Workflow):
         """Columns of the answers to replay, with their rewards. Raises `RowProblem`."""
         if {"chosen", "rejected"} <= task.info.keys() and "completion" not in task.info:
             return {"chosen": 1.0, "rejected": 0.0}
-        return {"completion": label_of(task)}
+        return {_column_of(task, "completion", "messages"): label_of(task)}
 
     def _problem_in(self, task: Task) -> RowProblem | None:
         try:
@@ -90,8 +90,7 @@ class Demonstrations(Offline):
     name = "demonstrations"
 
     def _answers_of(self, task: Task) -> dict[str, float]:
-        column = next((name for name in ("completion", "messages", "chosen") if task.info.get(name) is not None), None)
-        return {column or "completion": 1.0}
+        return {_column_of(task, "completion", "messages", "chosen"): 1.0}
 
 
 def label_of(task: Task) -> float:
@@ -143,6 +142,11 @@ def _reply(text: str, column: str) -> str:
     if not text:
         raise RowProblem(f"the `{column}` is empty; there is nothing to learn from it")
     return text
+
+
+def _column_of(task: Task, *names: str) -> str:
+    """Name the first of these columns that the row fills, or the first of all."""
+    return next((name for name in names if task.info.get(name) is not None), names[0])
 
 
 def _columns_of(task: Task) -> str:

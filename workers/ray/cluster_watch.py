@@ -133,34 +133,26 @@ class ClusterWatch:
         itself cannot run, because native code holds Python's lock, the stacks of all threads are written to stderr.
         """
         try:
-            self._wait_for_loss(loop, on_loss, on_stuck)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    def _wait_for_loss(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        on_loss: Callable[[ClusterLost], None],
-        on_stuck: Callable[[ClusterLost], None],
-    ) -> None:
-        num_misses, looks = 0, count(1)
-        while num_misses < MISSES and not self._raylet_ends(LOOK_S):
+            num_misses, looks = 0, count(1)
+            while num_misses < MISSES and not self._raylet_ends(LOOK_S):
+                if self._ended.is_set():
+                    return
+                faulthandler.dump_traceback_later(STUCK_S, file=STDERR)
+                num_misses = 0 if self._head_answers() else num_misses + 1
+                if not num_misses and next(looks) % NODE_LOOKS == 0 and self._is_declared_dead():
+                    break
+            lost = self._loss() or self._error("Ray's head is not reachable")
             if self._ended.is_set():
                 return
-            faulthandler.dump_traceback_later(STUCK_S, file=STDERR)
-            num_misses = 0 if self._head_answers() else num_misses + 1
-            if not num_misses and next(looks) % NODE_LOOKS == 0 and self._is_declared_dead():
-                break
-        lost = self._loss() or self._error("Ray's head is not reachable")
-        if self._ended.is_set():
-            return
-        faulthandler.dump_traceback_later(STUCK_S + END_S, file=STDERR)
-        loop.call_soon_threadsafe(self._react, lost, on_loss)
-        if self._reacted.wait(REACT_S) and self._ended.wait(END_S):
-            return
-        on_stuck(lost)
-        print_note(f"rlsys: {full_text(lost)}")
-        os._exit(lost.exit_code)
+            faulthandler.dump_traceback_later(STUCK_S + END_S, file=STDERR)
+            loop.call_soon_threadsafe(self._react, lost, on_loss)
+            if self._reacted.wait(REACT_S) and self._ended.wait(END_S):
+                return
+            on_stuck(lost)
+            print_note(f"rlsys: {full_text(lost)}")
+            os._exit(lost.exit_code)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _react(self, lost: ClusterLost, on_loss: Callable[[ClusterLost], None]) -> None:
         """Cancel the block, unless it has ended or knows of a loss."""

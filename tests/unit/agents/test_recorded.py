@@ -117,6 +117,13 @@ def test_preferred_and_rejected_answers_are_two_trajectories_of_an_episode() -> 
     assert policy.asked == []  # nothing was sampled
 
 
+def test_a_label_may_be_of_a_whole_conversation() -> None:
+    row = task((ASK,), messages=[ASK, said("assistant", "6")], label=False)
+    Offline().check([row], group_size=1, distribution=Distribution())
+    (trajectory,) = recorded(row, ScriptedPolicy()).trajectories
+    assert (trajectory.reward, [turn.text for turn in trajectory.turns]) == (0.0, ["6"])
+
+
 def test_a_demonstration_may_be_the_chosen_answer_of_a_preference() -> None:
     (trajectory,) = play(Demonstrations(), task(chosen="012", rejected="0"), ScriptedPolicy()).trajectories
     assert (trajectory.turns[0].text, trajectory.reward) == ("012", 1.0)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import Config
-from rlsys.data.row_adapters import AS_FOUND, PARTS, Columns, sniff, task_of, unpacked
+from rlsys.data.row_adapters import AS_FOUND, PARTS, Columns, sniff, task_of, unpack_row
 from rlsys.data.task_file import load_tasks, read
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch import evaluate, train
@@ -68,7 +68,7 @@ def as_folder(folder: Path, *rows: dict[str, Any]) -> Path:
 
 def adapted(*rows: dict[str, Any], columns: Columns = AS_FOUND) -> list[Task]:
     """As a file of these rows is read, without the file."""
-    parsed = [unpacked(row) for row in rows]
+    parsed = [unpack_row(row) for row in rows]
     layout = sniff(parsed, columns)
     return [task_of(row, layout) for row in parsed]
 

@@ -1,4 +1,4 @@
-"""What a run takes from an earlier one: a model, and the keys that a resumed session changes."""
+"""Models that are runs, and keys that a resumed session changes."""
 
 from __future__ import annotations
 
