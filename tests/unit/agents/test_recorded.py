@@ -118,7 +118,8 @@ def test_preferred_and_rejected_answers_are_two_trajectories_of_an_episode() -> 
 
 
 def test_a_label_may_be_of_a_whole_conversation() -> None:
-    row = task((ASK,), messages=[ASK, said("assistant", "6")], label=False)
+    conversation: list[Json] = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "6"}]
+    row = task((ASK,), messages=conversation, label=False)
     Offline().check([row], group_size=1, distribution=Distribution())
     (trajectory,) = recorded(row, ScriptedPolicy()).trajectories
     assert (trajectory.reward, [turn.text for turn in trajectory.turns]) == (0.0, ["6"])
