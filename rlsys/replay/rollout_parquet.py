@@ -21,7 +21,7 @@ import orjson
 from rlsys.algorithm import TrajectoryAdvantage
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
-from rlsys.replay.parquet_bounds import MOST_GROUP_BYTES, check_group, open_parquet
+from rlsys.replay.parquet_bounds import MOST_GROUP_BYTES, BoundedParquet
 from rlsys.replay.rollout_json import EpisodeReading, RolloutRecord, TokenStats, as_plain, decoder_of
 from rlsys.types import Episode, GroupKey, Task
 
@@ -245,13 +245,13 @@ class RolloutFile:
 
         self._path, self._most_bytes = path, most_bytes
         try:
-            self._file = open_parquet(path, DICTIONARIES)
-            metadata = self._file.metadata
+            self._file = BoundedParquet(path, DICTIONARIES)
+            metadata = self._file.rows.metadata
             own_format = (metadata.metadata or {}).get(_FORMAT, b"").decode(errors="replace")
             if own_format != str(ROLLOUT_FORMAT):
                 raise ValueError(f"its format is {own_format or 'of another program'}")
             groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
-            at = self._file.schema_arrow.get_field_index("group_id")
+            at = self._file.rows.schema_arrow.get_field_index("group_id")
             self.group_ids = [_group_id(group.column(at).statistics) for group in groups]
             """By place in the file."""
         except FileNotFoundError:
@@ -261,7 +261,7 @@ class RolloutFile:
 
     def num_episodes(self, place: int) -> int:
         """Return the number of episodes of the group at a place."""
-        return self._file.metadata.row_group(place).num_rows
+        return self._file.rows.metadata.row_group(place).num_rows
 
     def record(self, place: int) -> RolloutRecord:
         """Decode the group at a place, to show it. Raises `DataError`, also for a record that no run writes."""
@@ -277,8 +277,8 @@ class RolloutFile:
         import pyarrow as pa
 
         try:
-            check_group(self._file, place, self._most_bytes, DICTIONARIES)
-            return _record(self._file.read_row_group(place))
+            self._file.check_group(place, self._most_bytes)
+            return _record(self._file.rows.read_row_group(place))
         except (pa.ArrowException, OSError, *MALFORMED) as error:
             raise self._problem(error) from error
 

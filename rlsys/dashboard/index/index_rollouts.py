@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlsys.replay.parquet_bounds import check_group, open_parquet
+from rlsys.replay.parquet_bounds import BoundedParquet
 from rlsys.replay.rollout_parquet import DICTIONARIES, MALFORMED, parse_json, texts_in
 
 _COLUMNS = (
@@ -49,26 +49,23 @@ def indexed_groups(path: Path) -> Iterator[IndexedGroups]:
 
     unreadable = (pa.ArrowException, OSError, *MALFORMED)
     try:
-        file = open_parquet(path, DICTIONARIES)
-        places = range(file.metadata.num_row_groups)
+        file = BoundedParquet(path, DICTIONARIES)
+        places = range(file.rows.metadata.num_row_groups)
     except FileNotFoundError:
         raise
     except unreadable:
         yield IndexedGroups((), 1)
         return
     try:
-        if (
-            sum(check_group(file, place, _MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS) for place in places)
-            < _AT_ONCE_BYTES
-        ):
-            yield IndexedGroups(list(_episodes(file.read(_COLUMNS, use_threads=False))), 0)
+        if sum(file.check_group(place, _MOST_GROUP_BYTES, _COLUMNS) for place in places) < _AT_ONCE_BYTES:
+            yield IndexedGroups(list(_episodes(file.rows.read(_COLUMNS, use_threads=False))), 0)
             return
     except unreadable:
         pass  # a group is damaged: read them one by one
     for place in places:
         try:
-            check_group(file, place, _MOST_GROUP_BYTES, DICTIONARIES, _COLUMNS)
-            yield IndexedGroups(list(_episodes(file.read_row_group(place, _COLUMNS, use_threads=False))), 0)
+            file.check_group(place, _MOST_GROUP_BYTES, _COLUMNS)
+            yield IndexedGroups(list(_episodes(file.rows.read_row_group(place, _COLUMNS, use_threads=False))), 0)
         except unreadable:
             yield IndexedGroups((), 1)
 

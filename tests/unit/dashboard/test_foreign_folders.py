@@ -137,6 +137,28 @@ def _rollout_file(path: Path, num_rows: int, *, is_plain: bool = False, **texts:
     pq.write_table(many, path, compression="zstd", row_group_size=2**30, use_dictionary=not is_plain)
 
 
+def test_pages_that_decode_to_more_than_the_file_says_are_not_read(run: Path) -> None:
+    path = run / "rollouts" / "step_000001.parquet"
+    _rollout_file(path, 1, is_plain=True, text="t" * 600_000_000)
+    row_group = pq.read_metadata(path).row_group(0)
+    column = next(c for c in map(row_group.column, range(row_group.num_columns)) if c.path_in_schema == "text")
+    true_size = _thrift_integer(column.total_uncompressed_size)
+    data = path.read_bytes()
+    assert data.count(true_size) == 1
+    path.write_bytes(data.replace(true_size, _thrift_integer(100, len(true_size))))
+    read(run, "query", "profile", "page")
+
+
+def _thrift_integer(value: int, num_bytes: int = 0) -> bytes:
+    """A number as Thrift's compact protocol writes it, in more bytes than it needs where `num_bytes` says so."""
+    left, found = 2 * value, bytearray()
+    while left or len(found) < max(1, num_bytes):
+        found.append(left & 127 | 128)
+        left >>= 7
+    found[-1] &= 127
+    return bytes(found)
+
+
 @pytest.mark.parametrize("is_plain", first_by_day([True, False]))
 @pytest.mark.parametrize(
     ("num_rows", "texts"),

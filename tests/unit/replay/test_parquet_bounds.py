@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from pyarrow import Table, parquet
+from hypothesis import given
+from hypothesis.strategies import binary, integers
+from pyarrow import BufferReader, OSFile, Table, parquet
 
-from rlsys.replay.parquet_bounds import open_parquet
+from rlsys.replay.parquet_bounds import BoundedParquet
+from rlsys.replay.parquet_pages import decoded_bytes
 
 
 def test_a_file_without_a_column_that_rlsys_writes_is_no_file_of_rollouts(tmp_path: Path) -> None:
     parquet.write_table(Table.from_pylist([{"task": "a"}]), path := tmp_path / "step_000001.parquet")
-    assert open_parquet(path, ["task"]).metadata.num_rows == 1
+    assert BoundedParquet(path, ["task"]).rows.metadata.num_rows == 1
     with pytest.raises(ValueError, match="it lacks a column that rlsys writes: b'replica'"):
-        open_parquet(path, ["task", "replica"])
+        BoundedParquet(path, ["task", "replica"])
+
+
+def test_the_pages_of_a_file_say_what_its_end_says(tmp_path: Path) -> None:
+    rows = [{"text": "t" * num, "number": num, "list": [float(num)] * num} for num in range(3000)]
+    parquet.write_table(
+        Table.from_pylist(rows), path := tmp_path / "rows.parquet", compression="zstd", row_group_size=700
+    )
+    metadata = parquet.read_metadata(path)
+    with OSFile(str(path)) as source:
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                begin = column.dictionary_page_offset or column.data_page_offset
+                size = decoded_bytes(source, begin, column.total_compressed_size)
+                assert 0 < column.total_uncompressed_size - size < 4000  # the descriptions of pages
+
+
+@given(binary(max_size=60), integers(0, 80))
+def test_bytes_that_are_no_pages_are_refused(data: bytes, num_bytes: int) -> None:
+    with suppress(ValueError):
+        assert decoded_bytes(BufferReader(data), 0, num_bytes) >= 0
+
+
+def test_pages_without_end_are_refused() -> None:
+    page = b"\x25\x00\x15\x00\x00"
+    with pytest.raises(ValueError, match="more than 4096 pages"):
+        decoded_bytes(BufferReader(page * 5000), 0, len(page) * 5000)
