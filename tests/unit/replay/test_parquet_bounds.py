@@ -32,7 +32,7 @@ def test_the_pages_of_a_file_say_what_its_end_says(tmp_path: Path) -> None:
             for column in map(group.column, range(group.num_columns)):
                 begin = column.dictionary_page_offset or column.data_page_offset
                 size = decoded_bytes(source, begin, column.total_compressed_size)
-                assert 0 < column.total_uncompressed_size - size < 4000  # the descriptions of pages
+                assert 0 < column.total_uncompressed_size - size < 7000  # descriptions of pages, with texts
 
 
 @given(binary(max_size=60), integers(0, 80))
