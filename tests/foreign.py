@@ -26,6 +26,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
+from ruamel.yaml import YAML
 
 from rlsys.errors import RlsysError
 from rlsys.loop.checkpoint import write_manifest
@@ -148,7 +149,7 @@ def _commands(run: Path, out: Path) -> Iterator[tuple[str, Callable[[], object]]
     from rlsys.config import Config
     from rlsys.config.loader import load_sections
     from rlsys.dashboard.tail import tail
-    from rlsys.launch.offline_commands import EXPORTED
+    from rlsys.launch.offline_commands import EXPORTED, template_of_run
     from rlsys.launch.run_folder import checkpoint_of
     from rlsys.replay.run_history import RecordedSteps
 
@@ -158,6 +159,7 @@ def _commands(run: Path, out: Path) -> Iterator[tuple[str, Callable[[], object]]
     yield "profile", lambda: cli.profile(run, out / "profile.yaml")
     yield "tail", lambda: tail(run, sys.stdout, once=True)
     yield "export", lambda: load_sections(Config, checkpoint_of(run, "latest").parent.parent / CONFIG, EXPORTED)
+    yield "export template", lambda: (out / "template").write_text(template_of_run(run / CONFIG) or "")
     yield "replay", lambda: RecordedSteps.of(run, 2).rollouts(2)
     yield "inspect", lambda: cli.inspect_data(str(run / "events.jsonl"))
     yield from _pages(run)
@@ -212,6 +214,35 @@ def spoil(run: Path, random: Random, outside: Path) -> None:
         if not path.is_dir():
             path.unlink(missing_ok=True)
             path.symlink_to(random.choice([outside, Path("/dev/zero"), run, Path("/proc/self/mem")]))
+
+
+def foreign_configuration(run: Path, random: Random, private: Path, marks: Path) -> None:
+    """Give a run a configuration that names code in the run, which would leave a file `marks`, and a private file."""
+    (run / "planted.py").write_text(f"open({str(marks)!r}, 'w')\n\ndef planted(*args, **kwargs):\n    return 1.0\n")
+    code = random.choice([f"{run}/planted.py:planted", "planted:planted", "./planted.py:planted", "planted.py:planted"])
+    named = random.choice([str(private), f"file://{private}", f"../../{private.name}", f"{run}/../../{private.name}"])
+    command = f"touch {marks}"
+    parts = {
+        "reward": [{"fn": code}, {"fn": {"fn": code, "args": {"path": named}}}, {"fn": [{"fn": code, "weight": 2}]}],
+        "rollout": [
+            {"chat": {"template": named}}, {"workflow": code}, {"workflow": {"type": "play", "environment": code}},
+            {"workflow": {"type": "openai_agent", "command": command}}, {"tools": [code, f"mcp:{command}"]},
+            {"workflow": {"type": "play", "environment": f"mcp:{command}"}}, {"engine": code},
+        ],
+        "data": [{"path": named}, {"path": code, "columns": {"prompt": named}}, {"path": named, "system": named}],
+        "model": [{"path": named}, {"path": f"{private}/..", "tokenizer": named}, {"path": str(run)}],
+        "algorithm": [code, {"type": code}], "stabilizer": [code], "tracking": [[code], {"type": code}, [named]],
+        "eval": [{"data": {"held_out": named}}, {"data": named, "every": 1}, {"data": {named: named, "x": code}}],
+        "checkpoint": [{"copy_to": named}, {"to": named}, {"copy_to": f"memory://{private}"}],
+        "run": [{"name": named, "folder": str(private)}, {"resume": named}], "alerts": [code, {"notify": command}],
+        "dashboard": [f"0.0.0.0:{random.randrange(20_000, 30_000)}"], "plugins": [code, [code]],
+        "train": [{"lora": code}],
+    }  # fmt: skip
+    tree = YAML(typ="safe").load(run / CONFIG)
+    for name in random.sample(sorted(parts), random.choice([1, 1, 3, len(parts)])):
+        value = random.choice(parts[name])
+        tree[name] = with_odd_value(value, random) if random.random() < 0.2 else value
+    (run / CONFIG).write_text(json.dumps(tree))  # which is YAML too
 
 
 def foreign_index(run: Path, victim: Path) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
 from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
-from rlsys.config.loader import load_sections, tree_in
+from rlsys.config.loader import load_sections, of_tree, tree_in
 from rlsys.config.resource_plan import evaluation_roles, needs
 from rlsys.data.inspection import Inspection, Rendering, inspect
 from rlsys.data.row_adapters import AS_FOUND, Columns
@@ -270,11 +270,12 @@ def push(run: Path, name: str, step: str = "latest", *, as_adapter: bool = False
 def template_of_run(config: Path) -> str | None:
     """Chat template that the run with this configuration had in place of the tokenizer's, if any: others use it too.
 
-    Raises `ConfigError` for a configuration that names a file, where that of a run has the text: the configuration was
-    changed, and the file may be private.
+    Raises `ConfigError` for a section that no run writes, and for one that names a file, where that of a run has the
+    text: the configuration was changed, and the file may be private.
     """
-    rollout = tree_in(config).get("rollout") or {}
-    chat = ChatSection.model_validate((rollout.get("chat") if isinstance(rollout, dict) else None) or {})
+    rollout = tree_in(config).get("rollout")
+    section = rollout.get("chat") if isinstance(rollout, dict) else None
+    chat = of_tree(ChatSection, section if isinstance(section, dict) else {}, f"{config}: rollout.chat")
     if chat.template is None or chat.template == NO_TEMPLATE:
         return None
     if "{" not in chat.template:

@@ -18,11 +18,12 @@ from rlsys.dashboard.query.queries import Readings
 from rlsys.loop.checkpoint import problem_of
 from rlsys.replay.rollout_parquet import ROLLOUT_FORMAT
 from tests.by_day import first_by_day
-from tests.foreign import Reading, foreign_index, foreign_run, problems_of, read_all, spoil
+from tests.foreign import Reading, foreign_configuration, foreign_index, foreign_run, problems_of, read_all, spoil
 
 pytestmark = pytest.mark.slow
 
 FOLDERS_PER_CASE = 3
+CONFIGURATIONS_PER_CASE = 10
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,23 @@ def test_no_spoilt_folder_harms_its_reader(whole: Path, tmp_path: Path, case: in
         assert (home / "mine").read_text() == "mine"
         assert {path.name for path in (home / "out").iterdir()} <= {"cache", "report.html", "profile.yaml"}
         shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("case", first_by_day(range(20)))
+def test_what_a_foreign_configuration_names_is_neither_run_nor_read(
+    whole: Path, tmp_path: Path, case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(CONFIGURATIONS_PER_CASE * case, CONFIGURATIONS_PER_CASE * (case + 1)):
+        home = tmp_path / str(number)
+        run, private = shutil.copytree(whole, home / "runs" / "run"), home / "private"
+        private.write_text("SECRET") if number % 2 else os.mkfifo(private)  # who opens a pipe waits for ever
+        foreign_configuration(run, Random(number), private, home / "ran")
+        monkeypatch.chdir([run, run.parent, home][number % 3])
+        before = sorted(run.rglob("*"))
+        assert problems_of(read_all(run, home / "out")) == [], f"configuration {number}"
+        assert sorted(run.rglob("*")) == before
+        assert sorted(path.name for path in home.iterdir()) == ["out", "private", "runs"]
+        assert not [path for path in (home / "out").rglob("*") if path.is_file() and b"SECRET" in path.read_bytes()]
 
 
 def test_a_whole_folder_is_read_by_every_command(run: Path) -> None:
