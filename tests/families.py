@@ -71,6 +71,11 @@ _MODEL_TYPES = {"llama3": "llama", "gemma3": "gemma3_text"}
 FAMILIES = sorted(_SETTINGS)
 VLLM_FAMILIES = ["gemma3", "llama3", "mistral", "phi3", "qwen2"]
 """Families that are sampled by vLLM in the tests: a start takes most of a minute."""
+SERVED_FAMILIES = [
+    "mixtral", "cohere", "exaone_moe", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hy_v3",
+    "llama3", "mistral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+]  # fmt: skip
+"""Families that vLLM has models of its own for, which compute on a CPU what the trainer does."""
 SPLIT_FAMILIES = [
     "gemma3", "llama3", "qwen3_moe", "gemma2", "gpt_oss", "granite", "mistral", "mixtral", "olmo2", "phi3", "qwen2",
     "qwen3",

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
@@ -30,6 +31,7 @@ from rlsys.config.plugins import PluginKind
 from rlsys.config.policy_sections import OWN
 from rlsys.errors import ConfigError
 from rlsys.util.bounded_yaml import MOST_LETTERS, excess_of
+from rlsys.util.regular_files import open_regular
 from rlsys.util.url_credentials import without_credentials
 
 Tree: TypeAlias = dict[str, Any]
@@ -140,8 +142,9 @@ _Representer.add_representer(str, _text)
 
 
 def _read(path: Path) -> Layer:
+    is_given = path.is_relative_to("/dev")  # as the shell's `<(command)`: any other pipe might be somebody's trap
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") if is_given else open_regular(path) as opened, TextIOWrapper(opened, "utf-8") as file:
             text = file.read(MOST_LETTERS + 1)
     except (OSError, ValueError) as error:  # the latter also for a NUL in the path
         is_text = isinstance(error, UnicodeDecodeError)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _LINES, _CSV, _PARQUET, _GZ = (".jsonl", ".json"), ".csv", ".parquet", ".gz"
 FORMS = (*_LINES, _CSV, _PARQUET)
 _ENDS = (*FORMS, *(f"{form}{_GZ}" for form in (*_LINES, _CSV)))
-_MOST_ROW_BYTES = 2**28
+_MOST_ROW_BYTES = 2**27
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 """Beginning of a list of messages, as JSON or as Python prints it."""

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from examples.tiny_policy import build_tokenizer
 from rlsys.batch.samples import Sample
 from rlsys.routing.requests import Completion
 from rlsys.types import ChatOptions, Distribution, Json, Message, VersionSpan
+from tests.by_day import first_by_day
 from tests.contract.engines import CONTEXT, VLLM, ask, logprobs_by_hand, run
-from tests.families import FAMILIES, VLLM_FAMILIES, WIDE, tiny
+from tests.families import FAMILIES, SERVED_FAMILIES, VLLM_FAMILIES, WIDE, tiny
 from tests.models import save_model
 from tests.training import PLAIN, SETTINGS, data_of, differing, planned
 from workers.engines.engine import Engine, EngineSpec
 from workers.engines.local.local_engine import LocalEngine
+from workers.engines.vllm.vllm_layout import Placement, record_layout
 from workers.model.logprobs import score
 from workers.model.model_loading import load_model
 from workers.model.model_tensors import persistent_buffers
@@ -53,6 +57,8 @@ def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) ->
         exported, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not found["missing_keys"] and not found["unexpected_keys"]
+    plain.save_pretrained(folder / "saved")
+    assert names_in(exported) == names_in(folder / "saved"), "engines that read checkpoints know those names"
     assert differing(weights, {name: tensor for name, tensor in plain.state_dict().items() if name in weights}) == []
     initial = tiny(family, **sizes).state_dict()
     assert differing(weights, {name: initial[name] for name in weights}) == sorted(weights)
@@ -81,6 +87,11 @@ def check(family: str, sizes: dict[str, Any], make: MakeEngine, folder: Path) ->
         assert one.logprobs == pytest.approx(of_trainer, abs=1e-4), "the logprobs of engine and trainer differ"
         assert one.logprobs == pytest.approx(logprobs_by_hand(plain, request, one.output_ids), abs=1e-4)
     assert scored[-20:] == pytest.approx(done[0].logprobs, abs=1e-4)
+
+
+def names_in(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
 
 
 CHAT = (
@@ -172,3 +183,23 @@ def test_replies_to_a_conversation_with_tools_agree_and_end(family: str, tmp_pat
 def test_vllm_samples_a_family_as_it_is_trained(family: str, tmp_path: Path) -> None:
     check(family, WIDE, vllm_of, tmp_path / "steps")
     check_chat(family, WIDE, vllm_of, tmp_path / "chat")
+
+
+@VLLM
+@pytest.mark.parametrize("family", first_by_day(SERVED_FAMILIES))
+def test_vllm_serves_the_export_of_a_family(family: str, tmp_path: Path) -> None:
+    path, exported = save_model(tmp_path / "initial", tiny(family, **WIDE)), str(tmp_path / "exported")
+    backend = FsdpBackend(path, SETTINGS, RankGroup(), probe_length=4)
+    backend.export(Path(exported))
+    specs = [spec_of(name, tensor) for name, tensor in backend.full_weights(torch.float32).items()]
+    plain = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
+    tokens = tuple(range(3, 30))
+
+    async def scenario(engine: Any) -> tuple[tuple[float, ...], list[tuple[Placement, ...]]]:
+        place = partial(engine._llm.collective_rpc, partial(record_layout, specs=specs, config=engine._outline.config))
+        return await engine.score(tokens), await engine._ask("reading names", place, 60)
+
+    scored, (placements,) = run(lambda: vllm_of(exported), scenario)
+    assert placements, "its loader knows the names that versions of the model get"
+    expected = logprobs_by_hand(plain, ask("0", prompt=tokens[:1], seed=0, new=26), tokens[1:])
+    assert scored[-26:] == pytest.approx(expected, abs=1e-4)

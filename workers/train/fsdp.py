@@ -24,6 +24,7 @@ from rlsys.stabilizer import Stabilizer
 from rlsys.types import Distribution, VersionSpan
 from rlsys.weight_sync.manifest import Probe, Rectangle, shares
 from workers.model.adapter_files import Adapter, write_adapter
+from workers.model.checkpoint_names import checkpoint_tensors, in_own_memory
 from workers.model.decoder_layers import pair_cost
 from workers.model.logprobs import Scorer
 from workers.model.lora import merge, peft_config, published_tensors, without_adapter
@@ -237,7 +238,7 @@ class FsdpBackend(Sharded):
             write_adapter(folder, adapter, config, self.base)
 
     def export(self, folder: Path) -> None:
-        """Write config, safetensors and tokenizer, for `AutoModelForCausalLM.from_pretrained(folder)`.
+        """Write config, safetensors and tokenizer, for `AutoModelForCausalLM.from_pretrained(folder)` and for engines.
 
         An adapter is merged into its base in fp32, then cast. Persistent buffers keep their dtype.
         """
@@ -252,7 +253,8 @@ class FsdpBackend(Sharded):
             self._model.config.save_pretrained(folder)
             if self._model.generation_config is not None:
                 self._model.generation_config.save_pretrained(folder)
-            save_torch_state_dict(weights, folder)
+            named = checkpoint_tensors(outline(self._model_path), weights)
+            save_torch_state_dict(in_own_memory(named), folder)
             load_tokenizer(self._model_path).save_pretrained(folder)
 
 

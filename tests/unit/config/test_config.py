@@ -1,6 +1,7 @@
 """Configuration: valid and invalid files, and readable errors."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from algorithms.kto import KTO
 from rlsys.agents.workflow import SingleTurn, Workflow
 from rlsys.algorithm import Algorithm, Column
 from rlsys.config import Config
+from rlsys.config.loader import tree_in
 from rlsys.config.plugins import ALGORITHMS, KINDS, PluginKind, adapter
 from rlsys.config.resource_plan import plan_of
 from rlsys.config.rollout_section import RolloutSection
@@ -413,6 +415,19 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
 
 def test_a_configuration_path_with_a_nul_is_refused(tmp_path: Path):
     assert refusal(tmp_path / "a\0.yaml")[0].endswith("embedded null byte")
+
+
+def test_a_configuration_may_come_from_the_shell_but_not_from_a_pipe_in_a_folder(tmp_path: Path):
+    ours, theirs = os.pipe()
+    os.write(theirs, b"run: {steps: 3}\n")
+    os.close(theirs)
+    try:
+        assert tree_in(Path(f"/dev/fd/{ours}")) == {"run": {"steps": 3}}  # as `<(command)` gives it
+    finally:
+        os.close(ours)
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        tree_in(tmp_path / "config.yaml")
 
 
 def test_problems_in_toml_carry_their_line(tmp_path: Path):

@@ -56,7 +56,7 @@ def test_no_spoilt_folder_harms_its_reader(whole: Path, tmp_path: Path, case: in
         assert {path: path.lstat().st_mtime_ns for path in [run, *run.rglob("*")]} == before
         assert sorted(path.name for path in home.iterdir()) == ["mine", "out", "runs"]
         assert (home / "mine").read_text() == "mine"
-        assert {path.name for path in (home / "out").iterdir()} <= {"cache", "report.html", "profile.yaml"}
+        assert {path.name for path in (home / "out").iterdir()} <= {"cache", "report.html", "profile.yaml", "template"}
         shutil.rmtree(home)
 
 

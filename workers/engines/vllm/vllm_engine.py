@@ -28,6 +28,7 @@ from workers.engines.stop_texts import StopTexts
 from workers.engines.vllm.vllm_layout import sum_checksums
 from workers.engines.vllm.vllm_lora import VllmAdapters
 from workers.engines.vllm.vllm_shards import OwnShard, ShardProcesses, Shards
+from workers.model.checkpoint_names import checkpoint_tensors
 from workers.model.lora import add_adapter
 from workers.model.model_loading import outline
 from workers.model.routers import Routers
@@ -98,7 +99,7 @@ class VllmEngine(SteppingEngine):
         """`decode` gives the text of token ids; without it, requests must have no stop texts.
 
         Raises `ModelError` if vLLM does not support the model, `ConfigError` if it does not support an argument."""
-        model = outline(spec.model_path)
+        model = self._outline = outline(spec.model_path)
         self._adapters = VllmAdapters(model, spec.lora, spec.model_path, spec.resident_versions) if spec.lora else None
         self._routers = Routers(model) if spec.records_routing else None
         if self._routers and device.type == "cpu":
@@ -174,9 +175,9 @@ class VllmEngine(SteppingEngine):
                     "library, where its weights cannot be changed; use rollout.engine=local"
                 )
             specs = [TensorSpec(n, self._spec.dtype, self._shapes.known[n]) for n in sorted(self._shapes.required)]
-            prepare = partial(self._llm.collective_rpc, "rlsys_prepare", args=(specs,))
+            prepare = partial(self._llm.collective_rpc, "rlsys_prepare", args=(specs, self._outline.config))
             await self._ask("preparing for weights", prepare, self._spec.load_s)
-            await self._shards.stage(weights)
+            await self._shards.stage(checkpoint_tensors(self._outline, weights))
         self._staged = weights
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:

@@ -19,10 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
+from workers.model.checkpoint_names import checkpoint_tensors
 from workers.transport.checksums import checksum
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +102,30 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def record_layout(worker: Any, specs: Iterable[TensorSpec]) -> tuple[Placement, ...]:  # noqa: ANN401  (vLLM's own type)
-    """Record where the loader of a worker's model puts these tensors, on this shard. No step may be running.
+def record_layout(
+    worker: Any,  # noqa: ANN401  (vLLM's own type)
+    specs: Iterable[TensorSpec],
+    config: PreTrainedConfig,
+) -> tuple[Placement, ...]:
+    """Record where the loader of a worker's model puts these published tensors, on this shard. No step may be running.
 
-    Left out are tensors that the loader computes with before it copies them, as it does with those of one element, and
-    those of layers that keep their weights in another form than the loader's.
+    `config` is the model's, in the Transformers library. Left out are tensors that the loader computes
+    with before it copies them, as it does with those of one element, and those of layers that keep their weights in
+    another form than the loader's.
     """
+    from transformers import AutoModelForCausalLM
     from vllm.config import set_current_vllm_config
 
     with torch.device("meta"):
         sized = [spec for spec in specs if prod(spec.shape) > 1]
         given = {spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in sized}
         with _NoContent():
-            twin, config = build_twin(worker)
+            twin, of_twin = build_twin(worker)
+        outline = AutoModelForCausalLM.from_config(config)
+    named = checkpoint_tensors(outline, {spec.name: tensor for spec, tensor in given.items()})
     copies = _Copies()
-    with set_current_vllm_config(config), torch.no_grad(), copies:
-        twin.load_weights((spec.name, tensor) for spec, tensor in given.items())  # pyrefly: ignore[not-callable]
+    with set_current_vllm_config(of_twin), torch.no_grad(), copies:
+        twin.load_weights(iter(named.items()))  # pyrefly: ignore[not-callable]
     sources = {memory_of(tensor): spec for spec, tensor in given.items()}
     targets = {memory_of(parameter): (name, tuple(parameter.shape)) for name, parameter in _plain_parameters(twin)}
     placements = []

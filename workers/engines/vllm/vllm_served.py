@@ -12,6 +12,7 @@ import json
 
 from rlsys.weight_sync.manifest import TensorSpec
 from workers.engines.vllm.vllm_weights import WeightLoading
+from workers.model.model_loading import read_config
 
 
 class ServedWeights(WeightLoading):
@@ -25,11 +26,12 @@ class ServedWeights(WeightLoading):
         return {"loads": self.rlsys_num_loads}
 
     def rlsys_served_stage(self, path: str, specs: str) -> None:
-        """Lay out the tensors of a safetensors file beside those in use; `specs` is JSON of their names, dtypes and
-        shapes. The server decodes nothing meanwhile."""
+        """Lay out the tensors of a safetensors file beside those in use; `specs` is JSON of the names, dtypes and
+        shapes that were published. The server decodes nothing meanwhile."""
         from safetensors.torch import load_file
 
-        self.rlsys_prepare([TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(specs)])
+        published = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(specs)]
+        self.rlsys_prepare(published, read_config(self.vllm_config.model_config.model))
         self.rlsys_stage(load_file(path))
 
     def rlsys_served_swap(self) -> None:

@@ -35,6 +35,7 @@ from workers.engines.engine import EngineSpec, ModelShapes, ServerSpec, check_we
 from workers.engines.stepping import EngineJob, RequestLimits, progress_of
 from workers.engines.stop_texts import StopTexts
 from workers.engines.vllm.vllm_layout import PartSum, sum_checksums
+from workers.model.checkpoint_names import checkpoint_tensors, in_own_memory
 from workers.model.model_loading import outline
 from workers.transport.buckets import specs_in
 
@@ -67,7 +68,7 @@ class VllmServerEngine:
         name: str,
     ) -> None:
         """`decode` gives the text of token ids; without it, requests must have no stop texts."""
-        model = outline(spec.model_path)
+        model = self._outline = outline(spec.model_path)
         self._shapes = ModelShapes.of(model, getattr(torch, spec.dtype))
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._limits = RequestLimits(spec.max_context, num_vocab, stop_token_ids)
@@ -213,7 +214,7 @@ class VllmServerEngine:
         specs = [[n, self._spec.dtype, list(self._shapes.known[n])] for n in sorted(self._shapes.required)]
         try:
             firsts = {name: t for name, t in weights.items() if self._shapes.first_names[name] == name}
-            await asyncio.to_thread(_write, firsts, path)
+            await asyncio.to_thread(_write, checkpoint_tensors(self._outline, firsts), path)
             await self._rpc("staging weights", "rlsys_served_stage", str(path), json.dumps(specs))
         except OSError as error:
             raise WorkerDied(self._name, "staging weights", f"cannot write {path}: {error}") from error
@@ -431,4 +432,5 @@ def _write(weights: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     path.touch(mode=0o600)
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}, path)
+    whole = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
+    save_file(in_own_memory(whole), path)

@@ -27,6 +27,7 @@ from workers.model.model_tensors import persistent_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedConfig
 
 COLUMNS = 8
 """Columns of each packed matrix that are read back per version. Other columns follow with the next version, so that a
@@ -34,7 +35,7 @@ packed copy that stays wrong is found whatever its error."""
 
 
 class WeightLoading:
-    """Extension of a vLLM worker: loads weights by their Hugging Face names.
+    """Extension of a vLLM worker: loads weights by the names that checkpoints give them.
 
     Each shard keeps its part of every tensor, cast to its compute dtype. `weights` is a mapping, or an address in the
     memory of the engine's process if the worker is another process.
@@ -45,12 +46,12 @@ class WeightLoading:
     vllm_config: Any
     reload_weights: Any
 
-    def rlsys_prepare(self, specs: Sequence[TensorSpec]) -> None:
-        """Allocate the second set of parameters, and record the layout of the tensors `specs`. Once, before weights are
-        staged; no step may be running."""
+    def rlsys_prepare(self, specs: Sequence[TensorSpec], config: PreTrainedConfig) -> None:
+        """Allocate the second set of parameters, and record the layout of the published tensors `specs` of a model with
+        this configuration. Once, before weights are staged; no step may be running."""
         if not hasattr(self, "rlsys_shadow"):
             shadow = Shadow.beside(self) if can_be_swapped(self.model_runner.get_model()) else None
-            self.rlsys_layout: tuple[Placement, ...] = record_layout(self, specs)
+            self.rlsys_layout: tuple[Placement, ...] = record_layout(self, specs, config)
             self.rlsys_shadow = shadow
             self.rlsys_mapped = MappedMemory()
             self.rlsys_staging = threading.Lock()
