@@ -6,6 +6,7 @@ A model is built without memory, laid out over ranks, and then filled: each rank
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.distributed import DistributedConfig
+from transformers.utils.hub import cached_file
 
 from rlsys.errors import ModelError
 from rlsys.util.files import can_be_hub_name
@@ -33,6 +35,8 @@ LayOut: TypeAlias = Callable[[PreTrainedModel], None]
 """Lays a model out over ranks, while its parameters are on the meta device: each becomes a shard, a `DTensor`."""
 
 CPU = torch.device("cpu")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Without one of them, the library makes an empty tokenizer of the model's kind."""
 
 
 def load_model(
@@ -46,11 +50,34 @@ def load_model(
     """Load the model of a local folder or hub name, e.g. `Qwen/Qwen3-0.6B`; safetensors only, no remote code.
 
     It stays in eval mode even in training. Sampling uses no dropout, so a forward with dropout would compare the
-    sampler's logprobs with those of another network. Raises `ModelError`.
+    sampler's logprobs with those of another network. Its logits are those of the ids that the tokenizer of the path
+    knows: matrices may be larger, and no text has the ids beyond. Raises `ModelError`.
     """
     kind = _with_exact_buffers(supported_outline(path))
     model = load_pretrained(kind, path, dtype, key="model", what="causal language model", lay_out=lay_out)
+    limit_ids(model, num_known_ids(path))
     return on_device(model, device, state_device)
+
+
+def num_known_ids(path: str) -> int | None:
+    """Return the number of ids up to the largest that a model's tokenizer knows; None without files of a tokenizer."""
+    found = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in _TOKENIZER_FILES)
+    try:
+        return 1 + max(load_tokenizer(path).get_vocab().values()) if any(found) else None
+    except (OSError, ModelError):
+        return None
+
+
+def limit_ids(model: PreTrainedModel, num_ids: int | None) -> None:
+    """Let a model compute logits of the ids below `num_ids` alone, so that no other can be sampled or has a share in
+    the distribution."""
+    head = cast("nn.Module", model.get_output_embeddings())
+    if num_ids is not None and num_ids < head.get_parameter("weight").shape[0]:
+        head.register_forward_hook(partial(_first_logits, num_ids))
+
+
+def _first_logits(num_ids: int, _module: nn.Module, _given: object, logits: torch.Tensor) -> torch.Tensor:
+    return logits[..., :num_ids]
 
 
 def load_base_model(
@@ -85,7 +112,13 @@ def _with_exact_buffers(model: PreTrainedModel) -> type[PreTrainedModel]:
     """
     names = {name for name, buffer in persistent_buffers(model).items() if buffer.is_floating_point()}
     kept = names | {*(model._keep_in_fp32_modules_strict or ())}
-    return type(type(model).__name__, (type(model),), {"_keep_in_fp32_modules_strict": kept})
+    return _subclass(type(model), {"_keep_in_fp32_modules_strict": kept})
+
+
+def _subclass(kind: type[PreTrainedModel], members: dict[str, Any]) -> type[PreTrainedModel]:
+    """Return a subclass that passes for `kind`: the library converts the files of its own classes alone, by module and
+    name."""
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 
 def load_pretrained(
@@ -134,7 +167,7 @@ def _with_layout(kind: type[PreTrainedModel], lay_out: LayOut) -> type[PreTraine
         return model
 
     methods = {"prepare_distribute_model": classmethod(prepare), "maybe_distribute_model": classmethod(apply)}
-    return type(kind.__name__, (kind,), methods)
+    return _subclass(kind, methods)
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from workers.engines.vllm.vllm_lora import VllmAdapters
 from workers.engines.vllm.vllm_shards import OwnShard, ShardProcesses, Shards
 from workers.model.checkpoint_names import checkpoint_tensors
 from workers.model.lora import add_adapter
-from workers.model.model_loading import outline
+from workers.model.model_loading import num_known_ids, outline
 from workers.model.routers import Routers
 from workers.transport.buckets import specs_in
 
@@ -146,6 +146,8 @@ class VllmEngine(SteppingEngine):
         if spec.tensor_parallel > 1:
             self._shards = ShardProcesses(self._llm, name, spec.tensor_parallel, spec.load_s, self._ask)
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
+        if (num_ids := num_known_ids(spec.model_path) or num_vocab) < num_vocab:
+            self._llm.collective_rpc("rlsys_limit_ids", args=(num_ids,))
         super().__init__(
             name,
             spec,

@@ -25,6 +25,10 @@ class ServedWeights(WeightLoading):
         """Tell `rlsys_num_loads`; that there is an answer tells that the server has this extension."""
         return {"loads": self.rlsys_num_loads}
 
+    def rlsys_served_limit_ids(self, num_ids: str) -> None:
+        """See `WeightLoading.rlsys_limit_ids`."""
+        self.rlsys_limit_ids(int(num_ids))
+
     def rlsys_served_stage(self, path: str, specs: str) -> None:
         """Lay out the tensors of a safetensors file beside those in use; `specs` is JSON of the names, dtypes and
         shapes that were published. The server decodes nothing meanwhile."""

@@ -36,7 +36,7 @@ from workers.engines.stepping import EngineJob, RequestLimits, progress_of
 from workers.engines.stop_texts import StopTexts
 from workers.engines.vllm.vllm_layout import PartSum, sum_checksums
 from workers.model.checkpoint_names import checkpoint_tensors, in_own_memory
-from workers.model.model_loading import outline
+from workers.model.model_loading import num_known_ids, outline
 from workers.transport.buckets import specs_in
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class VllmServerEngine:
         model = self._outline = outline(spec.model_path)
         self._shapes = ModelShapes.of(model, getattr(torch, spec.dtype))
         num_vocab = model.get_input_embeddings().get_parameter("weight").shape[0]
+        self._num_ids = num_known_ids(spec.model_path) or num_vocab
         self._limits = RequestLimits(spec.max_context, num_vocab, stop_token_ids)
         self._spec, self._server, self._name, self._version = spec, server, name, version
         self._stop_texts = StopTexts(decode)
@@ -134,6 +135,8 @@ class VllmServerEngine:
                     f"frozen policy ({error.detail}); start it with {HOW_TO_START}, on machines with this rlsys"
                 ) from error
             return
+        if self._num_ids < self._limits.num_vocab:
+            await self._rpc("leaving out ids without text", "rlsys_served_limit_ids", str(self._num_ids))
         if first["loads"] and not self._server.takes_weights:
             raise ModelError(
                 f"rollout.engine: the weights of {self._url} were changed since it started, and are no longer those of "
@@ -149,8 +152,8 @@ class VllmServerEngine:
         for temperature in (1.0, 0.5):
             body = self._body((0,), Sampling(temperature=temperature, max_new_tokens=1), seed=0) | {"logprobs": 5}
             answer = await self._call("POST", "/v1/completions", body, self._spec.step_s)
-            values = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())
-            gaps.append(values[-1] - values[0])
+            values = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
+            gaps.append(values[0] - values[4])  # the sampled token may come after these five
         if not abs(gaps[1] - 2 * gaps[0]) <= 0.05 * abs(gaps[1]) + 1e-4:
             raise ModelError(
                 f"rollout.engine: the logprobs of {self._url} are not those of the distribution that it samples from; "

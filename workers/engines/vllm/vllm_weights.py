@@ -56,6 +56,12 @@ class WeightLoading:
             self.rlsys_mapped = MappedMemory()
             self.rlsys_staging = threading.Lock()
 
+    def rlsys_limit_ids(self, num_ids: int) -> None:
+        """Give the ids from `num_ids` on the probability 0, as `limit_ids` does in the trainer."""
+        model = self.model_runner.get_model()
+        if not isinstance(model.compute_logits, _LimitedLogits):
+            model.compute_logits = _LimitedLogits(model.compute_logits, num_ids)
+
     def rlsys_begin(self, work: str, args: Sequence[Any], places: Sequence[str]) -> None:
         """Run a method in a thread, and write its result to this shard's place; see `answer_in_a_thread`."""
         answer_in_a_thread(places[self.rank], getattr(self, work), *args)
@@ -98,6 +104,20 @@ class WeightLoading:
         from workers.engines.vllm.vllm_lora import adapter_sums
 
         return list(adapter_sums(self.model_runner.lora_manager._adapter_manager, folder, adapter_id, scale))
+
+
+@dataclass(frozen=True, slots=True)
+class _LimitedLogits:
+    """A model's method, whose logits of ids from `num_ids` on become -inf."""
+
+    compute: Callable[..., Tensor | None]
+    num_ids: int
+
+    def __call__(self, *args: object, **kwargs: object) -> Tensor | None:
+        logits_NV = self.compute(*args, **kwargs)
+        if logits_NV is not None:  # a shard that samples nothing has none
+            logits_NV[:, self.num_ids :] = -torch.inf
+        return logits_NV
 
 
 @dataclass(slots=True)
