@@ -36,11 +36,13 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": LONG_ROPE},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {**ALTERNATING, "logit_scale": 0.25},
+    "diffllama": {},
     "dots1": {**BIASED_EXPERTS, "n_shared_experts": 1},
     "exaone_moe": BIASED_EXPERTS,
     "gemma2": {**HEADS, **ALTERNATING, **CAPPED, "query_pre_attn_scalar": 16},
     "gemma3": {**HEADS, **ALTERNATING, "query_pre_attn_scalar": 16},
     "glm4_moe": BIASED_EXPERTS,
+    "gpt_neox": {},
     "gpt_oss": {**HEADS, **ALTERNATING, **LOCAL_EXPERTS},
     "granite": {
         "logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,

@@ -96,18 +96,21 @@ def check_model(config: Config) -> None:
 
 
 def check_architectures(config: Config) -> None:
-    """Raise `ModelError` for a model of a kind that cannot be trained, from its config.json alone.
+    """Raise `ModelError` for a model of a kind that cannot be trained, from its config.json alone: what is known of it,
+    and what rows of a small copy compute.
 
     A folder without that file is passed over: a dry run needs no more than its tokenizer, and workers refuse it.
     """
     from workers.model.model_loading import supported_outline
+    from workers.model.row_comparison import check_rows_of
 
     paths = {"model.path": config.model.path}
     if config.critic.path is not None and Column.VALUES in config.algorithm.columns:
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():
         if Path(path, "config.json").is_file() or not Path(path).is_dir():
-            supported_outline(path, key, max_context=config.max_context_tokens)
+            outline = supported_outline(path, key, max_context=config.max_context_tokens)
+            check_rows_of(outline, f"{key} {path!r}")
 
 
 def check_rows(config: Config) -> None:

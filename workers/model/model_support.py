@@ -5,13 +5,13 @@ A model is judged by its configuration and by one forward without values, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from rlsys.errors import ModelError
@@ -75,6 +75,9 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
         yield f"has layers of type {', '.join(sorted(kinds)) or 'chunked_attention'}; {remedy}"
     if getattr(text, "use_bidirectional_attention", None) or not getattr(text, "is_causal", True):
         yield "attends to later tokens; choose a causal model"
+    if len({*_head_widths(config)}) > 1:
+        yield f"has layers with heads of other widths (head_dim by layer); {remedy} with heads of one width"
+        return
     if getattr(text, "num_kv_shared_layers", None):
         yield f"has layers that share the keys of others (num_kv_shared_layers); {remedy} with keys of its own"
     if getattr(config, "quantization_config", None) is not None:
@@ -85,6 +88,13 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
     if "position_ids" not in signature(model.base_model.forward).parameters:
         yield "takes no positions of tokens, and those of a row are not its places; choose another model"
     yield from _problems_of_forward(model)
+
+
+def _head_widths(config: PreTrainedConfig) -> Iterator[int | None]:
+    """Yield the width of the heads of each layer, as far as the configuration has it."""
+    text = config.get_text_config()
+    of_layers: Sequence[Any] = text.per_layer_config
+    yield from (getattr(of_layers[place], "head_dim", None) for place in range(len(of_layers)))
 
 
 def _problems_of_forward(model: PreTrainedModel) -> Iterator[str]:
@@ -101,7 +111,8 @@ def _problems_of_forward(model: PreTrainedModel) -> Iterator[str]:
     expected = [getattr(layer, "sliding_window", None) or None for layer in layers]
     if not seen.windows:
         yield "has attention of its own instead of that of the Transformers library; choose another model"
-    if seen.windows != expected:
+    calls = max(1, len(seen.windows) // max(1, len(expected)))  # DiffLlama attends twice in a layer
+    if seen.windows != [window for window in expected for _ in range(calls)]:
         yield (
             f"has the sliding windows {_text(expected)} by its configuration, and its layers attend with "
             f"{_text(seen.windows)}; choose another model"
@@ -112,6 +123,10 @@ def _problems_of_forward(model: PreTrainedModel) -> Iterator[str]:
 
 def _text(windows: list[int | None]) -> str:
     return ", ".join(str(window or "none") for window in windows)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class _Seen(AttentionRow):
@@ -149,10 +164,11 @@ class _Seen(AttentionRow):
 
     def is_output_known(self, model: PreTrainedModel) -> bool:
         """Return True if the output matrix takes the last states, and `OutputLayer` makes any change after it."""
-        memories = {tensor.untyped_storage()._cdata for tensor in (*self._states, *self._taken)}
-        if not (len(self._states) == len(self._taken) == len(memories) == 1):
+        memories = {_memory_of(tensor) for tensor in (*self._states, *self._taken)}
+        if not (len(self._taken) == len(memories) == 1 and len(self._states) <= 1):  # OPT computes beside its base
             return False
-        return self._logits is self._made[0] or has_known_change(model.config.get_text_config())
+        is_as_made = self._logits is not None and _memory_of(self._logits) == _memory_of(self._made[0])
+        return is_as_made or has_known_change(model.config.get_text_config())
 
     def _record_states(self, _module: nn.Module, _given: object, result: tuple[Tensor, ...]) -> None:
         self._states.append(result[0])
