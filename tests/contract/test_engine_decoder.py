@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from rlsys.errors import ConfigError
 from rlsys.routing.requests import Completion, Request
 from rlsys.types import PolicyVersion, Sampling
 from tests.by_day import first_by_day
 from tests.contract.engines import NUM_VOCAB, head, llama, qwen
 from tests.families import tiny
+from workers.engines.engine import EngineSpec
 from workers.engines.local.decoder import Decoder
-from workers.engines.local.local_engine import Residents
+from workers.engines.local.local_engine import LocalEngine, Residents
 from workers.engines.stepping import EngineJob
 
 PROMPTS = [
@@ -201,3 +203,9 @@ def test_a_long_completion_is_gone_on_with_bit_for_bit(make: Callable[..., PreTr
     whole = decoded(None)
     for count in (1, 9, 140):
         assert decoded(head(whole, count)) == whole
+
+
+def test_a_cache_that_this_machine_has_no_room_for_is_refused_before_it_is_allocated():
+    spec = EngineSpec(model_path="", slots=10**6, max_context=10**6)
+    with pytest.raises(ConfigError, match=r"keys and values of 1000000 sequences .* GB free: lower rollout\.slots"):
+        LocalEngine(qwen(), spec, stop_token_ids=frozenset(), name="r")

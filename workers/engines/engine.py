@@ -219,6 +219,12 @@ def weight_bytes(model_path: str) -> int:
     return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
 
 
+def available_bytes() -> int:
+    """Memory of this machine that can be allocated without swapping."""
+    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(1024 * int(field[1]) for field in fields if field[0] == "MemAvailable:")
+
+
 def check_weights(worker: str, weights: Mapping[str, Tensor], shapes: ModelShapes) -> None:
     """Raise `WeightsMismatch` naming every tensor that is missing, unknown, misshapen, or would lose digits."""
     import torch

@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rlsys.errors import ConfigError
 from rlsys.routing.requests import Completion
 from rlsys.types import PolicyVersion
+from workers.engines.engine import available_bytes
 from workers.engines.local.padded_experts import ROW_MULTIPLE, pad_experts
 from workers.engines.local.prefix_store import PrefixStore, StoredPrefix, pieces_of
 from workers.engines.local.slot_cache import SLOT_ATTENTION, SlotCache, SlotMasks
@@ -72,12 +74,28 @@ class Decoder:
         pad_experts(model)
         self._num_rows = _up(num_slots, ROW_MULTIPLE)
         self._num_keys = _up(max_context, KEY_MULTIPLE)
+        if self._device.type == "cpu":
+            self._check_room(num_slots)
         self._cache = SlotCache(self._num_rows, self._num_keys)
         self._rows_S = torch.arange(self._num_rows, device=self._device)
         self._no_mask = torch.ones(1, 1, 1, 1, device=self._device)  # given, so that the model builds none
         self._stop_token_ids, self._stop_texts = frozenset(stop_token_ids), stop_texts
         self._is_stop_V = torch.isin(torch.arange(self.num_vocab), torch.tensor([*stop_token_ids])).to(self._device)
         self._allocate()
+
+    def _check_room(self, num_slots: int) -> None:
+        """Raise `ConfigError` if this machine has no room for the keys and values of all slots."""
+        text = self._model.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        per_token = 2 * text.num_hidden_layers * heads * width * self._dtype.itemsize
+        needed, free = per_token * self._num_rows * self._num_keys, available_bytes()
+        if needed > free:
+            raise ConfigError(
+                f"rollout.engine: keys and values of {num_slots} sequences of {self.max_context} tokens take "
+                f"{needed / 1e9:.1f} GB, and this machine has {free / 1e9:.1f} GB free: lower rollout.slots, "
+                "data.max_prompt_tokens or rollout.max_new_tokens"
+            )
 
     def _allocate(self) -> None:
         """Allocate the state of the slots."""

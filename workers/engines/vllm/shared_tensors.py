@@ -8,13 +8,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from rlsys.errors import WorkerError
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec, padded_size
+from workers.engines.engine import available_bytes
 from workers.transport.buckets import specs_in
 
 if TYPE_CHECKING:
@@ -100,12 +100,6 @@ def reserve(file: int, num_bytes: int, worker: str) -> None:
             f"({error}): lower rollout.slots, or place fewer replicas on this machine"
         )
         raise WorkerError(worker, "staging weights", detail) from error
-
-
-def available_bytes() -> int:
-    """Memory of this machine that can be allocated without swapping."""
-    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return next(1024 * int(field[1]) for field in fields if field[0] == "MemAvailable:")
 
 
 def map_file(file: int, num_bytes: int) -> Tensor:
