@@ -274,6 +274,9 @@ def serve(
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8322,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a reply, instead of rollout.max_new_tokens.")
+    ] = None,
 ) -> None:
     """Answer OpenAI clients with the newest policy of a run, or a model, until Ctrl-C.
 
@@ -282,7 +285,8 @@ def serve(
     """
     from rlsys import launch
 
-    launch.serve(target, host, port, print_result, tuple(overrides or ()))
+    limit = [] if max_tokens is None else [f"rollout.max_new_tokens={max_tokens}"]
+    launch.serve(target, host, port, print_result, (*(overrides or ()), *limit))
 
 
 @app.command()

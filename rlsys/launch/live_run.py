@@ -26,8 +26,9 @@ from rlsys.config.loader import of_tree
 from rlsys.data.row_files import drop_filled_nulls
 from rlsys.errors import DataError, Interrupted
 from rlsys.launch.doctor import ensure_not_shadowed
+from rlsys.launch.earlier_runs import with_models_of_runs
 from rlsys.launch.notebook_chart import ChartSink, is_notebook
-from rlsys.launch.offline_commands import evaluate, export_once
+from rlsys.launch.offline_commands import evaluate, evaluate_initial, export_once
 from rlsys.launch.train_run import Stopping, TrainResult, train_job
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.evaluation import EvalMetrics
@@ -139,11 +140,13 @@ class Run:
 
     def evaluate(self, data: str | Rows | None = None) -> dict[str, EvalMetrics]:
         """Evaluate the newest saved policy, see `rlsys.evaluate`: on the data sets of `eval.data`, on these rows, or on
-        the file `data`.
+        the file `data`. The policy is the initial model until a checkpoint is saved.
 
         It starts workers beside those of the run, so the machine needs room for both until the run is over.
         """
         sets = None if data is None else {"data": data if isinstance(data, str) else str(saved_rows(self.config, data))}
+        if find_latest(self.folder / "checkpoints") is None:
+            return evaluate_initial(with_models_of_runs(self.config), sets)
         return evaluate(str(self.folder), data=sets)
 
     def _note(self, step: StepDone) -> None:

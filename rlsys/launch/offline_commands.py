@@ -81,14 +81,30 @@ def evaluate(
         config = Config.load([], [*(_override(key, value) for key, value in needed.items()), *overrides])
         _check_target(config)
         preflight.check_model(config)
+    return _evaluate_sets(config, run.absolute() if is_run else None, data)
+
+
+def evaluate_initial(config: Config, data: Mapping[str, str] | None = None) -> dict[str, EvalMetrics]:
+    """Evaluate the model that a run with this configuration begins with, as `evaluate` does."""
+    ensure_not_shadowed()
+    if data is not None:
+        sections = config.model_dump(mode="json")
+        config = of_tree(Config, {**sections, "eval": {**sections["eval"], "data": dict(data)}}, "the program")
+    return _evaluate_sets(config, None, data)
+
+
+def _evaluate_sets(config: Config, run: Path | None, data: Mapping[str, str] | None) -> dict[str, EvalMetrics]:
+    """Evaluate the newest checkpoint of a run, or the model of the configuration, on the sets `data`, or on all."""
     if data is not None:  # the run's own sets are read until here: rewards may name them
         asked = {name: config.eval.data[name] for name in data}
         config = config.model_copy(update={"eval": config.eval.model_copy(update={"data": asked})})
     if not config.eval.data:
-        raise ConfigError("eval.data: there is nothing to evaluate on; give a file with --data [NAME=]PATH")
+        raise ConfigError(
+            "eval.data: there is nothing to evaluate on; set it, or give a file: `--data [NAME=]PATH`, in Python `data`"
+        )
     config = preflight.with_absolute_paths(config)
     sets = preflight.eval_sets(config)
-    checkpoint = run_folder.checkpoint_of(run.absolute(), "latest") if is_run else None
+    checkpoint = run_folder.checkpoint_of(run, "latest") if run else None
     try:
         return run_to_end(lambda: _evaluate(config, checkpoint, sets))
     except BaseExceptionGroup as errors:
@@ -242,7 +258,9 @@ def export(run: Path, to: Path, step: str = "latest", *, as_adapter: bool = Fals
 
     config = load_sections(Config, run / CONFIG, EXPORTED, ["stabilizer=null"])  # the default one needs longer runs
     if as_adapter and config.train.lora is None:
-        raise ConfigError(f"--adapter: {run} trained all weights (train.lora is null); leave the option out")
+        raise ConfigError(
+            f"{run} trained all weights (train.lora is null) and has no adapter: leave --adapter, `as_adapter`, out"
+        )
     template = template_of_run(run / CONFIG)
     export_checkpoint(config, checkpoint / "actor", to, as_adapter=as_adapter)
     if template is not None:

@@ -40,18 +40,19 @@ def serve(target: str, host: str, port: int, tell: Callable[[str], object], over
 
 
 def config_to_serve(target: str, overrides: tuple[str, ...] = ()) -> tuple[Config, str]:
-    """Configuration whose model is the policy, and the name to serve it under."""
+    """Configuration whose model is the policy, and the name to serve it under: `org/name`, or that of the folder."""
     ensure_not_shadowed()
     run = Path(target)
     if not (run / CONFIG).is_file():
         keys = ["run.steps=1", f"model.path={json.dumps(target)}", "data.path=none", "stabilizer=null", *overrides]
         config = Config.load([], keys)
         preflight.check_model(config)
-        return config, run.name
+        return config, run.absolute().name if run.is_dir() else target
     preflight.check_code(run, run / CONFIG, list(overrides))
     config = Config.load(run / CONFIG, list(overrides))
-    model = export_once(run_folder.checkpoint_of(run.absolute(), "latest"))
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}), run.name
+    path = export_once(run_folder.checkpoint_of(run.absolute(), "latest"))
+    model = config.model.model_copy(update={"path": str(path)})
+    return config.model_copy(update={"model": model}), run.absolute().name
 
 
 @asynccontextmanager

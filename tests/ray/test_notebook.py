@@ -11,6 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 import rlsys
+from rlsys.launch import Run
 from rlsys.loop.checkpoint import find_latest, step_of
 from tests.jobs import config_of
 
@@ -62,6 +63,16 @@ def test_a_notebook_trains_on_rows_and_a_reward_of_its_cells(model_path: Path, t
     assert any("step 3 of 3" in chart and "finished" in chart and "<svg" in chart for chart in charts)
     printed = "".join(output.get("text", "") for cell in notebook.cells[2:] for output in cell.outputs)
     assert "replied '" in printed and "trained 1" in printed
+
+
+def test_a_run_is_evaluated_before_its_first_checkpoint(cluster, model_path: Path, data_path: Path, tmp_path: Path):
+    run = Run(config_of(model_path, data_path, tmp_path, ["run.steps=2"]), None, progress=False)
+    run.stop()
+    run.wait()
+    rows = [{"prompt": "31>", "answer": "13"}, {"prompt": "21>", "answer": "12"}]
+    assert find_latest(run.folder / "checkpoints") is None
+    (measures,) = run.evaluate(rows).values()
+    assert measures.num_tasks == 2
 
 
 @pytest.mark.nightly

@@ -359,6 +359,17 @@ def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
             )
 
 
+def idle_gpus_caution(reserved: float) -> str:
+    """Say that the cluster has GPUs of which the run takes none; empty if it takes some, or there are none."""
+    count = totals().get("GPU", 0.0)
+    if reserved or not count:
+        return ""
+    return (
+        f"the cluster has {count:g} GPUs, and no worker of this run takes one: set resources.actor.gpus and "
+        "resources.rollout.gpus"
+    )
+
+
 def lacking(needed: Resources) -> str:
     """Name what a process needs and the cluster has not free; empty if it has."""
     free, have = ray.available_resources(), totals()

@@ -173,7 +173,7 @@ def test_replicas_that_only_evaluate_are_counted_where_there_are_any(job: str):
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ([], ConfigError, r"eval\.data: there is nothing to evaluate on; give a file with --data"),
+        ([], ConfigError, r"eval\.data: there is nothing to evaluate on; set it, or give a file: `--data"),
         (["--data", "HERE/none.jsonl"], DataError, r"eval\.data\.none: cannot read .*none\.jsonl: No such file"),
         (
             ["--data", "a=HERE/none.jsonl", "--data", "HERE/empty.jsonl"],

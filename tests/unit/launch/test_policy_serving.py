@@ -68,6 +68,12 @@ def test_the_client_decides_how_tokens_are_drawn(model: str):
     assert first == second and len(sampled) > 1
 
 
+def test_a_model_is_served_under_its_own_name(model: str, monkeypatch: pytest.MonkeyPatch):
+    assert config_to_serve("org/name", ("model.dtype=float32",))[1] == "org/name"
+    monkeypatch.chdir(model)
+    assert config_to_serve(".")[1] == Path(model).name
+
+
 def test_a_reply_has_usage_logprobs_and_an_end(model: str):
     async def scenario(chat: Any) -> Any:
         return await chat("312>", temperature=0.7, top_p=0.9, logprobs=True, max_tokens=3)
