@@ -18,14 +18,14 @@ _INTEGERS = (4, 5, 6)
 _DECODED, _STORED = 2, 3
 
 
-class Source(Protocol):
+class ReadableAt(Protocol):
     """A file that is read at a place, as those of pyarrow."""
 
     def read_at(self, nbytes: int, offset: int, /) -> bytes:
         """Return at most `nbytes` from `offset` on."""
 
 
-def decoded_bytes(source: Source, begin: int, num_bytes: int) -> int:
+def decoded_bytes(source: ReadableAt, begin: int, num_bytes: int) -> int:
     """Return the sum of the decoded sizes of the pages between `begin` and `begin + num_bytes`. Raises `ValueError` if
     what is there are no pages."""
     if min(begin, num_bytes) < 0:
