@@ -537,7 +537,9 @@ def main() -> None:
 def _load(job: list[str]) -> Config:
     from rlsys.config import Config
 
-    return Config.load(*_split(job))
+    config = Config.load(*_split(job))
+    config.data.check_has_rows()
+    return config
 
 
 def _split(job: list[str]) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ Problem: TypeAlias = tuple[Location, str]
 
 NESTED = "rlsys_nested"
 UNKNOWN = "rlsys_unknown"
+MISSING = "required, and not given"
 LARGEST = 2**63 - 1
 """Largest number of a configuration."""
 
@@ -60,7 +61,7 @@ def _text_of(detail: ErrorDetails) -> str:
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return UNKNOWN
     if detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return "required, and not given"
+        return MISSING
     if detail["type"] in ("model_type", "dataclass_type"):
         return f"should be a section with keys (got {short_repr(detail['input'])})"
     text = detail["msg"].removeprefix("Value error, ")

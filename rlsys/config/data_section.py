@@ -15,10 +15,11 @@ from pydantic import (
     model_validator,
 )
 
-from rlsys.config.config_problems import Problem, refuse, union_tag
+from rlsys.config.config_problems import MISSING, Problem, refuse, union_tag
 from rlsys.config.rows_section import RowsSection, dataset_name
 from rlsys.config.section import PathText, Section
 from rlsys.data.row_adapters import Columns
+from rlsys.errors import ConfigError
 
 PROPOSED = "proposed"
 """Value of `SourceSection.path` for tasks that a run makes itself."""
@@ -81,14 +82,19 @@ Paths = Annotated[
 ]
 
 
+NO_ROWS = "none"
+"""`data.path` of a configuration to which a program gives the rows."""
+
+
 class DataSection(Section):
     """The training tasks. A list is short for `{path: LIST}`."""
 
-    path: Paths
+    path: Paths = NO_ROWS
     """JSONL, JSON, CSV or parquet file, folder or hub data set, of plain, TRL prompt-only, verl or SkyRL rows. `#split`
     at the end selects one of several splits, and `org/name:config` a configuration of a hub data set. Or several
     sources: `[{path: a.jsonl, weight: 0.8}, {path: b.jsonl, weight: 0.2}]`. Any number of tasks has those shares, and
-    each source its own order and place, which a resume keeps. A source that is added begins at its beginning."""
+    each source its own order and place, which a resume keeps. A source that is added begins at its beginning. Only a
+    program that gives rows itself (`data` of `rlsys.train`) can leave it out."""
     columns: Columns = Field(default={})
     """Column names that differ from those of the supported forms, in evaluation data too: `{prompt: question}`, of
     `prompt` (None: `prompt`, `messages` or `question`), `answer` (None: the first with a value of
@@ -125,6 +131,11 @@ class DataSection(Section):
                 problems.append((("path", index, "name"), f"{name!r} is the name of another source too"))
         refuse(problems)
         return self
+
+    def check_has_rows(self) -> None:
+        """Raise `ConfigError` if no rows are named."""
+        if self.path == NO_ROWS:
+            raise ConfigError(f"data: {MISSING}: name rows, as data.path=rows.jsonl; in Python, `data` may have them")
 
     @property
     def sources(self) -> tuple[SourceSection, ...]:

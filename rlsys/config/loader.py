@@ -18,6 +18,7 @@ from ruamel.yaml import YAML, MappingNode, Node, SafeRepresenter, ScalarNode, Se
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from rlsys.config.config_problems import (
+    MISSING,
     UNKNOWN,
     Location,
     Problem,
@@ -76,7 +77,10 @@ def _validate_layers(config: type[C], layers: Sequence[Layer], where: str) -> C:
     try:
         whole = config.model_validate(merged.tree)
     except ValidationError as error:
-        raise ConfigError(_report([*problems, *problems_in(error)], config, merged, where)) from None
+        found = [*problems, *problems_in(error)]
+        if "data" in config.model_fields and "data" not in merged.tree:  # a program may give it, once all else is right
+            found.append((("data",), MISSING))
+        raise ConfigError(_report(found, config, merged, where)) from None
     if problems:
         raise ConfigError(_report(problems, config, merged, where))
     return whole

@@ -62,7 +62,7 @@ class Config(Section):
 
     run: RunSection
     model: ModelSection
-    data: DataSection
+    data: DataSection = DataSection()
     algorithm: AlgorithmSection = Field(default_factory=lambda: ALGORITHMS.read({}))
     """`type` (the name of an installed algorithm, or `module:Name` of yours; default grpo) and its keys."""
     stabilizer: StabilizerSection | None = Field(default_factory=lambda: STABILIZERS.read({}))

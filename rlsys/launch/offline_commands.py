@@ -77,7 +77,7 @@ def evaluate(
         preflight.check_code(run, run / CONFIG, overrides)
         config = Config.load(run / CONFIG, overrides)
     else:
-        needed = {"run.steps": 1, "model.path": target, "data.path": "none is read"}
+        needed = {"run.steps": 1, "model.path": target}
         config = Config.load([], [*(_override(key, value) for key, value in needed.items()), *overrides])
         _check_target(config)
         preflight.check_model(config)

@@ -44,7 +44,7 @@ def config_to_serve(target: str, overrides: tuple[str, ...] = ()) -> tuple[Confi
     ensure_not_shadowed()
     run = Path(target)
     if not (run / CONFIG).is_file():
-        keys = ["run.steps=1", f"model.path={json.dumps(target)}", "data.path=none", "stabilizer=null", *overrides]
+        keys = ["run.steps=1", f"model.path={json.dumps(target)}", "stabilizer=null", *overrides]
         config = Config.load([], keys)
         preflight.check_model(config)
         return config, run.absolute().name if run.is_dir() else target

@@ -207,6 +207,7 @@ def training_tasks(config: Config) -> dict[str, Sequence[Task]]:
     """Tasks of each source of data by its name, which is empty if there is one. Reward functions and the workflow are
     checked before anything expensive starts."""
     data, parts = config.data, dict[str, Sequence[Task]]()
+    data.check_has_rows()
     for source in data.sources:
         name = source.name
         if source.is_proposed:

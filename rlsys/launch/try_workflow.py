@@ -17,6 +17,7 @@ from rlsys.agents.session_budget import Said, shown_line
 from rlsys.agents.workflow import Session, play
 from rlsys.batch.samples import Sample, samples_of
 from rlsys.config import Config
+from rlsys.config.data_section import NO_ROWS
 from rlsys.data.row_adapters import RowProblem, sniff, task_of
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.doctor import ensure_not_shadowed
@@ -107,7 +108,7 @@ def config_to_try(what: Sequence[str], overrides: Sequence[str]) -> Config:
     if len(what) > 1:
         raise ConfigError(f"give configuration files, or one workflow: {', '.join(what)}")
     workflow = f"rollout.workflow={json.dumps(what[0])}"
-    return Config.load([], ["run.steps=1", f"model.path={_NONE}", f"data.path={_NONE}", workflow, *overrides])
+    return Config.load([], ["run.steps=1", f"model.path={_NONE}", workflow, *overrides])
 
 
 def try_workflow(
@@ -192,7 +193,7 @@ def _task_of(config: Config, text: str) -> Task:
             return task_of(row, sniff([row], config.data.columns))
         except (ValueError, RowProblem) as problem:
             raise DataError(f"--task: not a row of data: {problem}") from None
-    if config.data.path == _NONE:
+    if config.data.path == NO_ROWS:
         raise DataError(f'--task {text}: there is no data to find it in; give a row, as in \'{{"prompt": "2+3?"}}\'')
     tasks = [task for own in training_tasks(config).values() for task in own]
     named = next((task for task in tasks if task.id == text), None)

@@ -28,7 +28,7 @@ CELLS = [
         return float(completion[:1] == min(prompt[:-1]))
 
     keys = [
-        "run.folder=RUNS", "model.path=MODEL", "data.path=none", "data.max_prompt_tokens=8", "rollout.max_new_tokens=4",
+        "run.folder=RUNS", "model.path=MODEL", "data.max_prompt_tokens=8", "rollout.max_new_tokens=4",
         "algorithm.group_size=4", "train.groups_per_step=4", "train.lr=1e-3", "stabilizer=null",
     ]
     config = Config.load([], [*keys, "run.name=note", "run.steps=3"])

@@ -35,7 +35,6 @@ def test_a_list_is_short_for_sources_named_after_their_files():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("data={}", r"data\.path: required, and not given"),
         ("data.path=[]", r"data\.path: .*at least 1 item"),
         ("data.path=", r"data\.path: input should be a valid string"),
         ("data=[{path: a.jsonl}, {path: x/a.jsonl}]", r"data\.path\[1\]\.name: 'a' is the name of another source"),

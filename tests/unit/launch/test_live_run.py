@@ -13,6 +13,7 @@ from rlsys.config import Config
 from rlsys.data.task_file import load_tasks
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.live_run import saved_rows, with_given
+from rlsys.launch.preflight import training_tasks
 from rlsys.rewards.given_functions import code_of, give
 from rlsys.rewards.reward_function import RewardInput, RewardSum
 from rlsys.types import Task
@@ -23,13 +24,16 @@ ROWS = [{"prompt": "2+3?", "answer": "5", "level": 1}, {"prompt": "1+1?", "answe
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config.load(
-        [], ["run.steps=2", "model.path=m", "data.path=none", f"run.folder={tmp_path}", "data.shuffle=false"]
-    )
+    return Config.load([], ["run.steps=2", "model.path=m", f"run.folder={tmp_path}", "data.shuffle=false"])
 
 
 def given(config: Config, **more: object) -> Config:
     return with_given(config, **{"reward": None, "data": None, "eval_data": None, **more})  # type: ignore[arg-type]
+
+
+def test_without_rows_from_anywhere_nothing_is_trained(config: Config):
+    with pytest.raises(ConfigError, match=r"data: required, and not given: name rows, .* in Python, `data`"):
+        training_tasks(config)
 
 
 def test_rows_are_saved_once_and_read_back(config: Config):
