@@ -140,9 +140,9 @@ def test_the_tool_answers_with_the_output_whatever_the_program_does():
 
 @pytest.mark.slow
 def test_an_endless_loop_is_killed_and_its_output_kept():
-    result = ran(f"print('begun')\n{FOREVER}", limits=ProgramLimits(wall_s=1.0))
+    result = ran(f"print('begun')\n{FOREVER}", limits=ProgramLimits(wall_s=3.0))
     assert (result.output, result.is_timeout, result.exit_code) == ("begun\n", True, -9)
-    assert 1.0 <= result.seconds < 10
+    assert 3.0 <= result.seconds < 20
 
 
 @pytest.mark.slow
