@@ -173,6 +173,14 @@ def test_a_trained_model_is_published_sampled_and_exported(family: str, tmp_path
     check(family, {}, local_of, tmp_path)
 
 
+def test_a_model_whose_rotary_embeddings_change_beyond_its_context_agrees_below_it(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.2] * 4, "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    check("phi3", {"rope_parameters": rope, "original_max_position_embeddings": 64}, local_of, tmp_path)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replies_to_a_conversation_with_tools_agree_and_end(family: str, tmp_path: Path) -> None:
     check_chat(family, {}, local_of, tmp_path)

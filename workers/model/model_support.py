@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from rlsys.errors import ModelError
+from workers.model.model_tensors import NoContent
 from workers.model.row_attention import AttentionBlock, AttentionRow, use_row_attention
 from workers.model.token_distribution import has_known_change
 
@@ -153,7 +154,8 @@ class _Seen(AttentionRow):
         mask = tokens_1R.new_ones(1, 1, 1, 1)  # given, so that the model builds none
         given = {"input_ids": tokens_1R, "position_ids": tokens_1R, "attention_mask": mask, "use_cache": False}
         try:
-            self._logits = model(**given, row=self).logits
+            with NoContent():
+                self._logits = model(**given, row=self).logits
         finally:
             for hook in hooks:
                 hook.remove()

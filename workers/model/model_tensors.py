@@ -1,10 +1,15 @@
-"""Tensors of a model as ranks have them: persistent buffers, shards, and the part of a tensor that a rank has."""
+"""Tensors of a model as ranks have them: persistent buffers, shards, and the part of a tensor that a rank has; and a
+mode for models whose tensors have no content."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
 
@@ -37,3 +42,16 @@ def owned_part(name: str, dtype: str, tensor: Tensor) -> tuple[Rectangle, Tensor
     part = tensor.to_local()
     assert tuple(part.shape) == tuple(shape), f"{name}: torch keeps {tuple(part.shape)} of it here, not {shape}"
     return Rectangle(spec, tuple(offset), tuple(shape)), part
+
+
+class NoContent(TorchDispatchMode):
+    """Lets a module on the meta device read numbers from tensors, as some rotary embeddings read the largest position:
+    each is 0."""
+
+    def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):  # noqa: ANN001, ANN204, ANN401  (torch's own)
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 0.0
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
 from workers.model.checkpoint_names import checkpoint_tensors
+from workers.model.model_tensors import NoContent
 from workers.transport.checksums import checksum
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def record_layout(
     with torch.device("meta"):
         sized = [spec for spec in specs if prod(spec.shape) > 1]
         given = {spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in sized}
-        with _NoContent():
+        with NoContent():
             twin, of_twin = build_twin(worker)
         outline = AutoModelForCausalLM.from_config(config)
     named = checkpoint_tensors(outline, {spec.name: tensor for spec, tensor in given.items()})
@@ -210,18 +211,6 @@ class _Copies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[0].numel() == args[1].numel():
             self.made.append((args[0], args[1]))
         return func(*args, **(kwargs or {}))
-
-
-class _NoContent(TorchDispatchMode):
-    """Lets a module that is built on the meta device read numbers from its buffers: each is 0."""
-
-    def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None):  # noqa: ANN001, ANN204, ANN401  (torch's own)
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 0.0
-        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
 
 
 def memory_of(tensor: Tensor) -> int:
