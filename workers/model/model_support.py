@@ -106,7 +106,7 @@ def _problems_of_forward(model: PreTrainedModel) -> Iterator[str]:
         seen.compute(model)
     except ModelError as error:
         yield f"has a layer that cannot be computed: {error}"
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
         yield f"does not compute a row of samples ({str(error).partition(chr(10))[0]}); choose another model"
     layers = DynamicCache(config=model.config).layers
     expected = [getattr(layer, "sliding_window", None) or None for layer in layers]

@@ -75,7 +75,7 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedModel:
                 if (num := _num_parameters(AutoModelForCausalLM.from_config(small))) > _MOST_PARAMETERS:
                     raise ValueError(f"it has {num} parameters")
             return _filled(AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager"))
-        except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
             problem = error
     raise ModelError(f"no small copy of a {config.model_type} can be made to compare its rows: {problem}")
 
