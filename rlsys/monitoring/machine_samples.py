@@ -22,6 +22,8 @@ MOST_BYTES = 8 * 2**20
 """Size of a file at which it begins anew; the one before is kept under its name with `.1`."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 LAST_LINES, _LAST_BYTES, _MOST_CHARS = 5, 8192, 300
+_MOST_LINE_BYTES = 2**16
+"""Most bytes of a line that are looked at: each of them may be an escape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,10 @@ def last_lines(run_dir: Path, worker: str) -> list[str]:
 
 
 def line_of_log(raw: bytes) -> str:
-    """Return a line of a log as a terminal shows it: without escapes and colours, of a progress bar its last state."""
-    return _ESCAPES.sub("", raw.rstrip().rpartition(b"\r")[2].decode(errors="replace")).rstrip()
+    """Return the beginning of a line of a log as a terminal shows it: without escapes and colours, of a progress bar
+    its last state."""
+    last = raw.rstrip().rpartition(b"\r")[2][:_MOST_LINE_BYTES]
+    return _ESCAPES.sub("", last.decode(errors="replace")).rstrip()
 
 
 def described_end(exit_code: int) -> str:

@@ -88,6 +88,8 @@ class _Header:
             self._struct(depth + 1)
         else:
             raise ValueError(f"the description of a page has a value of kind {kind}")
+        if self.at > len(self._data):  # a list may say that it has any number of values
+            raise IndexError
 
     def _byte(self) -> int:
         self.at += 1

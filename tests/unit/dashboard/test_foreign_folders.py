@@ -247,6 +247,11 @@ def test_a_line_without_an_end_takes_little_memory(run: Path, name: str, line: b
     assert Readings(run.parent).run("run").summary.step == 3
 
 
+def test_a_log_that_is_a_hole_takes_little_time(run: Path) -> None:
+    os.truncate(run / "logs" / "rollout-0.log", 2**30)
+    read(run, "query")
+
+
 def test_a_last_line_with_an_odd_time_is_passed_over(run: Path) -> None:
     with (run / "events.jsonl").open("a") as file:
         file.write('{"kind":"step_done","time_s":1.7.6}\n')

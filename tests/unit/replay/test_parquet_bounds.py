@@ -45,3 +45,9 @@ def test_pages_without_end_are_refused() -> None:
     page = b"\x25\x00\x15\x00\x00"
     with pytest.raises(ValueError, match="more than 4096 pages"):
         decoded_bytes(BufferReader(page * 5000), 0, len(page) * 5000)
+
+
+def test_a_list_of_any_number_of_values_is_not_waited_for() -> None:
+    endless = b"\x19\xf1" + b"\xff" * 8 + b"\x7f" + b"\x00" * 40
+    with pytest.raises(ValueError, match="no end"):
+        decoded_bytes(BufferReader(endless), 0, len(endless))
