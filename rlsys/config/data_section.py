@@ -83,7 +83,7 @@ Paths = Annotated[
 
 
 NO_ROWS = "none"
-"""`data.path` of a configuration to which a program gives the rows."""
+"""Value of `data.path` in a configuration whose rows a program passes."""
 
 
 class DataSection(Section):
@@ -94,7 +94,7 @@ class DataSection(Section):
     at the end selects one of several splits, and `org/name:config` a configuration of a hub data set. Or several
     sources: `[{path: a.jsonl, weight: 0.8}, {path: b.jsonl, weight: 0.2}]`. Any number of tasks has those shares, and
     each source its own order and place, which a resume keeps. A source that is added begins at its beginning. Only a
-    program that gives rows itself (`data` of `rlsys.train`) can leave it out."""
+    program that passes rows (`data` of `rlsys.train`) can leave this key out."""
     columns: Columns = Field(default={})
     """Column names that differ from those of the supported forms, in evaluation data too: `{prompt: question}`, of
     `prompt` (None: `prompt`, `messages` or `question`), `answer` (None: the first with a value of
@@ -135,7 +135,7 @@ class DataSection(Section):
     def check_has_rows(self) -> None:
         """Raise `ConfigError` if no rows are named."""
         if self.path == NO_ROWS:
-            raise ConfigError(f"data: {MISSING}: name rows, as data.path=rows.jsonl; in Python, `data` may have them")
+            raise ConfigError(f"data: {MISSING}: set data.path, e.g. to rows.jsonl; in Python, pass rows as `data`")
 
     @property
     def sources(self) -> tuple[SourceSection, ...]:

@@ -78,7 +78,8 @@ def _validate_layers(config: type[C], layers: Sequence[Layer], where: str) -> C:
         whole = config.model_validate(merged.tree)
     except ValidationError as error:
         found = [*problems, *problems_in(error)]
-        if "data" in config.model_fields and "data" not in merged.tree:  # a program may give it, once all else is right
+        # A program may pass rows later, so a configuration without data loads; one report lists all that is missing.
+        if "data" in config.model_fields and "data" not in merged.tree:
             found.append((("data",), MISSING))
         raise ConfigError(_report(found, config, merged, where)) from None
     if problems:
@@ -146,9 +147,12 @@ _Representer.add_representer(str, _text)
 
 
 def _read(path: Path) -> Layer:
-    is_given = path.is_relative_to("/dev")  # as the shell's `<(command)`: any other pipe might be somebody's trap
+    is_device = path.is_relative_to("/dev")  # the shell's `<(command)` is a pipe there; elsewhere none is read
     try:
-        with path.open("rb") if is_given else open_regular(path) as opened, TextIOWrapper(opened, "utf-8") as file:
+        with (
+            path.open("rb") if is_device else open_regular(path) as opened,
+            TextIOWrapper(opened, "utf-8") as file,
+        ):
             text = file.read(MOST_LETTERS + 1)
     except (OSError, ValueError) as error:  # the latter also for a NUL in the path
         is_text = isinstance(error, UnicodeDecodeError)

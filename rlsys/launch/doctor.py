@@ -253,8 +253,8 @@ def torch_build(facts: Facts) -> Finding:
     if is_cuda_build and not facts.has_nvidia_driver:
         return Finding("warn", f"torch {version} is a CUDA build, and this machine has no NVIDIA driver", SETUP)
     if facts.has_nvidia_driver:
-        keys = "set resources.actor.gpus and resources.rollout.gpus, or every worker runs on CPUs"
-        return Finding("ok", f"torch {version}; its GPUs are used where keys ask for them: {keys}")
+        keys = "resources.actor.gpus and resources.rollout.gpus"
+        return Finding("ok", f"torch {version}; workers use GPUs only where {keys} ask for them")
     return Finding("ok", f"torch {version}")
 
 

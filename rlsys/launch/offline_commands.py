@@ -85,7 +85,10 @@ def evaluate(
 
 
 def evaluate_initial(config: Config, data: Mapping[str, str] | None = None) -> dict[str, EvalMetrics]:
-    """Evaluate the model that a run with this configuration begins with, as `evaluate` does."""
+    """Evaluate the model that a run of this configuration starts from, on `data` (name to file) or on `eval.data`.
+
+    Raises the errors of `evaluate`.
+    """
     ensure_not_shadowed()
     if data is not None:
         sections = config.model_dump(mode="json")

@@ -102,7 +102,7 @@ def check_architectures(config: Config) -> None:
     A folder without that file is passed over: a dry run needs no more than its tokenizer, and workers refuse it.
     """
     from workers.model.model_loading import supported_outline
-    from workers.model.row_comparison import check_rows_of
+    from workers.model.row_comparison import compare_rows
 
     paths = {"model.path": config.model.path}
     if config.critic.path is not None and Column.VALUES in config.algorithm.columns:
@@ -110,7 +110,7 @@ def check_architectures(config: Config) -> None:
     for key, path in paths.items():
         if Path(path, "config.json").is_file() or not Path(path).is_dir():
             outline = supported_outline(path, key, max_context=config.max_context_tokens)
-            check_rows_of(outline, f"{key} {path!r}")
+            compare_rows(outline, f"{key} {path!r}")
 
 
 def check_rows(config: Config) -> None:

@@ -320,7 +320,7 @@ class TrainingJob:
                 try:
                     async with cluster.watch.during(self._emit_loss, self._end_stuck):
                         ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
-                        if caution := ray_cluster.idle_gpus_caution(plan.num_gpus):
+                        if caution := ray_cluster.caution_about_idle_gpus(plan.num_gpus, ray_cluster.totals()):
                             self.events.emit(CautionRaised(caution))
                         link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
                         with vitals.of_run(self.config.run_dir):

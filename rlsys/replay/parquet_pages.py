@@ -44,13 +44,13 @@ def decoded_bytes(source: ReadableAt, begin: int, num_bytes: int) -> int:
 
 
 class _Header:
-    """A cursor over the description of a page. `IndexError` of its end is a `ValueError` to callers."""
+    """Cursor over the description of a page."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self.at = data, 0
 
     def sizes(self) -> dict[int, int]:
-        """Return the integers of the outermost struct by field, and go behind it."""
+        """Return the integers of the outermost struct by field, and move behind it. Raises `ValueError`."""
         try:
             return self._struct(0)
         except IndexError:

@@ -18,7 +18,7 @@ from tests.models import save_model, tiny_gemma3, tiny_llama, tiny_qwen3, tiny_q
 from tests.training import JoinedRanks, differing
 from workers.model.logprobs import Scorer
 from workers.model.model_loading import CPU, load_base_model, load_model
-from workers.model.row_comparison import small_copy
+from workers.model.row_comparison import build_small_copy
 from workers.train.layout import RankLayout
 from workers.train.rank_group import RankGroup
 
@@ -58,7 +58,7 @@ def test_loaded_shards_are_the_model_bit_for_bit(
 
 @pytest.mark.parametrize("kind", first_by_day(["gemma3_text", "ctrl", "gpt_neox", "bitnet", "persimmon", "llama"], 2))
 def test_buffers_that_no_file_has_are_those_of_a_new_model(kind: str, two_ranks: JoinedRanks, tmp_path: Path) -> None:
-    new = small_copy(AutoConfig.for_model(kind))
+    new = build_small_copy(AutoConfig.for_model(kind))
     new.save_pretrained(tmp_path)
     for of_rank in (laid_out(str(tmp_path), True, RankGroup()), *two_ranks(laid_out, str(tmp_path), True)):
         assert differing(of_rank[1], dict(new.named_buffers())) == []

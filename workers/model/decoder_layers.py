@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlsys.config.train_section import ActivationCheckpointing
 
@@ -27,6 +27,21 @@ def decoder_layers(root: nn.Module) -> list[nn.Module]:
     models = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     names = {name for model in models for name in model._no_split_modules or ()}
     return [module for module in root.modules() if type(module).__name__ in names]
+
+
+def head_width(text: PreTrainedConfig) -> int:
+    """Return the width of one attention head of a language model."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def num_key_value_heads(text: PreTrainedConfig) -> int:
+    """Return the number of heads of keys and values; models without grouped queries have one for each query head."""
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
+def num_cached_values(text: PreTrainedConfig) -> int:
+    """Return the number of key and value elements that a cache keeps for each token, over all layers."""
+    return 2 * text.num_hidden_layers * num_key_value_heads(text) * head_width(text)
 
 
 def checkpoint_layers(root: nn.Module, how: ActivationCheckpointing) -> None:
@@ -55,5 +70,4 @@ def pair_cost(model: PreTrainedModel) -> float:
     weights = sum(shape.numel() for shape in shapes if len(shape) == 2)
     weights += sum(text.num_experts_per_tok * shape[1:].numel() for shape in of_experts)
     weights += cast("nn.Linear", model.get_output_embeddings()).weight.numel()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * len(layers) * text.num_attention_heads * width / weights
+    return 2 * len(layers) * text.num_attention_heads * head_width(text) / weights

@@ -22,7 +22,13 @@ from rlsys.config.memory_plan import ForwardBytes, LinearBytes, ModelSizes, Step
 from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import ModelError
 from rlsys.types import Distribution
-from workers.model.decoder_layers import checkpoint_layers, decoder_layers
+from workers.model.decoder_layers import (
+    checkpoint_layers,
+    decoder_layers,
+    head_width,
+    num_cached_values,
+    num_key_value_heads,
+)
 from workers.model.logprobs import MAX_LOGITS, row_states, rows_of, token_logprobs
 from workers.model.lora import adapter_of, add_adapter
 from workers.model.model_loading import check_exists, outline, read_config
@@ -164,8 +170,8 @@ class CountedModel:
 def _split(config: PreTrainedConfig, tensor: int, *, has_experts: bool) -> None:
     """Change a configuration to that of the layers which a rank of `tensor` computes."""
     text = config.get_text_config()
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor
+    text.head_dim = head_width(text)
+    text.num_key_value_heads = num_key_value_heads(text) // tensor
     text.num_attention_heads //= tensor
     if has_experts:
         name = next(name for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(text, name))
@@ -214,8 +220,6 @@ def _sizes(model: PreTrainedModel) -> ModelSizes:
     total = sum(p.numel() for p in model.parameters())
     matrix = head.get_parameter("weight")
     is_tied = matrix is embeddings.get_parameter("weight")
-    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelSizes(
         parameters=total,
         largest_layer=max(layers),
@@ -224,8 +228,8 @@ def _sizes(model: PreTrainedModel) -> ModelSizes:
         untied_head=0 if is_tied else matrix.numel(),
         vocabulary=len(matrix),
         heads=text.num_attention_heads,
-        key_value_heads=num_heads,
-        cached=2 * len(layers) * num_heads * head_size,
+        key_value_heads=num_key_value_heads(text),
+        cached=num_cached_values(text),
     )
 
 

@@ -60,12 +60,16 @@ def load_model(
 
 
 def num_known_ids(path: str) -> int | None:
-    """Return the number of ids up to the largest that a model's tokenizer knows; None without files of a tokenizer."""
+    """Return the number of ids up to the largest that a model's tokenizer has; None without files of a tokenizer.
+
+    Raises `ModelError` for a tokenizer that does not load.
+    """
     found = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in _TOKENIZER_FILES)
     try:
-        return 1 + max(load_tokenizer(path).get_vocab().values()) if any(found) else None
-    except (OSError, ModelError):
-        return None
+        has_tokenizer = any(found)
+    except OSError as error:
+        raise ModelError(f"model {path!r}: its tokenizer cannot be read: {error}") from error
+    return 1 + max(load_tokenizer(path).get_vocab().values()) if has_tokenizer else None
 
 
 def limit_ids(model: PreTrainedModel, num_ids: int | None) -> None:
@@ -116,8 +120,8 @@ def _with_exact_buffers(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def _subclass(kind: type[PreTrainedModel], members: dict[str, Any]) -> type[PreTrainedModel]:
-    """Return a subclass that passes for `kind`: the library converts the files of its own classes alone, by module and
-    name."""
+    """Return a subclass of `kind` with its name and module: the Transformers library converts checkpoint files only for
+    classes of its own modules, and finds the conversion by the name."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 

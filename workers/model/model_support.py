@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from rlsys.errors import ModelError
-from workers.model.model_tensors import NoContent
+from workers.model.model_tensors import NoContent, memory_of
 from workers.model.row_attention import AttentionBlock, AttentionRow, use_row_attention
 from workers.model.token_distribution import has_known_change
 
@@ -126,10 +126,6 @@ def _text(windows: list[int | None]) -> str:
     return ", ".join(str(window or "none") for window in windows)
 
 
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Seen(AttentionRow):
     """Row of one short sample that records what a model does with it."""
 
@@ -166,10 +162,10 @@ class _Seen(AttentionRow):
 
     def is_output_known(self, model: PreTrainedModel) -> bool:
         """Return True if the output matrix takes the last states, and `OutputLayer` makes any change after it."""
-        memories = {_memory_of(tensor) for tensor in (*self._states, *self._taken)}
+        memories = {memory_of(tensor) for tensor in (*self._states, *self._taken)}
         if not (len(self._taken) == len(memories) == 1 and len(self._states) <= 1):  # OPT computes beside its base
             return False
-        is_as_made = self._logits is not None and _memory_of(self._logits) == _memory_of(self._made[0])
+        is_as_made = self._logits is not None and memory_of(self._logits) == memory_of(self._made[0])
         return is_as_made or has_known_change(model.config.get_text_config())
 
     def _record_states(self, _module: nn.Module, _given: object, result: tuple[Tensor, ...]) -> None:

@@ -44,6 +44,11 @@ def owned_part(name: str, dtype: str, tensor: Tensor) -> tuple[Rectangle, Tensor
     return Rectangle(spec, tuple(offset), tuple(shape)), part
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Identity of the memory that a tensor is a view of."""
+    return tensor.untyped_storage()._cdata
+
+
 class NoContent(TorchDispatchMode):
     """Lets a module on the meta device read numbers from tensors, as some rotary embeddings read the largest position:
     each is 0."""

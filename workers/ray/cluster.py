@@ -359,13 +359,12 @@ def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
             )
 
 
-def idle_gpus_caution(reserved: float) -> str:
-    """Say that the cluster has GPUs of which the run takes none; empty if it takes some, or there are none."""
-    count = totals().get("GPU", 0.0)
-    if reserved or not count:
+def caution_about_idle_gpus(reserved: float, have: Mapping[str, float]) -> str:
+    """Return a caution for a run that reserves no GPU of a cluster with `have`; empty if none stands idle for that."""
+    if reserved or not have.get("GPU"):
         return ""
     return (
-        f"the cluster has {count:g} GPUs, and no worker of this run takes one: set resources.actor.gpus and "
+        f"the cluster has {have['GPU']:g} GPUs, and no worker of this run takes one: set resources.actor.gpus and "
         "resources.rollout.gpus"
     )
 

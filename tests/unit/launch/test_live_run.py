@@ -32,7 +32,7 @@ def given(config: Config, **more: object) -> Config:
 
 
 def test_without_rows_from_anywhere_nothing_is_trained(config: Config):
-    with pytest.raises(ConfigError, match=r"data: required, and not given: name rows, .* in Python, `data`"):
+    with pytest.raises(ConfigError, match=r"data: required, .*: set data\.path, .* in Python, pass rows as `data`"):
         training_tasks(config)
 
 

@@ -100,16 +100,21 @@ def test_refusals_name_what_is_wrong(model: str):
 
 @pytest.mark.slow
 def test_the_command_prints_how_to_reach_it_and_ends_on_ctrl_c(model: str):
-    command = [str(RLSYS), "serve", model, "--port", "0", *KEYS]
+    command = [str(RLSYS), "serve", model, "--port", "0", "--max-tokens", "3", *KEYS]
     environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None and child.stderr is not None
         lines = [child.stdout.readline() for _ in range(3)]
+        address, name = (line.split()[1] for line in (lines[0], lines[2]))
+        with openai.OpenAI(base_url=address, api_key=TOKEN, max_retries=0) as client:
+            asked = [{"role": "user", "content": "312>"}]
+            reply = client.chat.completions.create(model=name, messages=asked, temperature=0)  # type: ignore[arg-type]
         child.send_signal(signal.SIGINT)
         child.wait(60)
         problems = child.stderr.read()
     assert lines[0].startswith("base_url  http://127.0.0.1:") and lines[1] == f"api_key   {TOKEN}\n"
     assert "Traceback" not in problems
+    assert reply.usage is not None and reply.usage.completion_tokens == 3
 
 
 @pytest.mark.slow

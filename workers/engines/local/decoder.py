@@ -37,6 +37,7 @@ from workers.engines.local.prefix_store import PrefixStore, StoredPrefix, pieces
 from workers.engines.local.slot_cache import SLOT_ATTENTION, SlotCache, SlotMasks
 from workers.engines.stepping import EngineJob
 from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
+from workers.model.decoder_layers import num_cached_values
 from workers.model.routers import RoutingRecorder
 from workers.model.token_distribution import cut_off
 
@@ -85,10 +86,7 @@ class Decoder:
 
     def _check_room(self, num_slots: int) -> None:
         """Raise `ConfigError` if this machine has no room for the keys and values of all slots."""
-        text = self._model.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        per_token = 2 * text.num_hidden_layers * heads * width * self._dtype.itemsize
+        per_token = num_cached_values(self._model.config.get_text_config()) * self._dtype.itemsize
         needed, free = per_token * self._num_rows * self._num_keys, available_bytes()
         if needed > free:
             raise ConfigError(

@@ -29,6 +29,7 @@ from workers.engines.vllm.vllm_layout import sum_checksums
 from workers.engines.vllm.vllm_lora import VllmAdapters
 from workers.engines.vllm.vllm_shards import OwnShard, ShardProcesses, Shards
 from workers.model.checkpoint_names import checkpoint_tensors
+from workers.model.decoder_layers import num_cached_values
 from workers.model.lora import add_adapter
 from workers.model.model_loading import num_known_ids, outline
 from workers.model.routers import Routers
@@ -452,8 +453,6 @@ def _start(device: torch.device, ours: Mapping[str, Any], users: Mapping[str, An
 def _kv_bytes(config: PreTrainedConfig, spec: EngineSpec, num_sequences: int) -> int:
     """Memory of one shard for the keys and values of this many sequences of full length, so that none waits for cache
     blocks."""
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * num_heads * head_size * getattr(torch, spec.dtype).itemsize
+    per_token = num_cached_values(config) * getattr(torch, spec.dtype).itemsize
     num_blocks = num_sequences * -(-spec.max_context // CPU_BLOCK_TOKENS) + 1
     return per_token * num_blocks * CPU_BLOCK_TOKENS // spec.tensor_parallel

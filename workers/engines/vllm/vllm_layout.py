@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.weight_sync.manifest import Rectangle, TensorSpec
 from workers.model.checkpoint_names import checkpoint_tensors
-from workers.model.model_tensors import NoContent
+from workers.model.model_tensors import NoContent, memory_of
 from workers.transport.checksums import checksum
 
 if TYPE_CHECKING:
@@ -211,11 +211,6 @@ class _Copies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[0].numel() == args[1].numel():
             self.made.append((args[0], args[1]))
         return func(*args, **(kwargs or {}))
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Identity of the memory that a tensor is a view of."""
-    return tensor.untyped_storage()._cdata
 
 
 def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -17,7 +17,7 @@ from tests.families import EXPERTS, FAMILIES, SIZES, tiny
 from tests.models import save_model
 from workers.model.model_loading import load_base_model, load_model, supported_outline
 from workers.model.model_support import check_context, check_supported
-from workers.model.row_comparison import check_rows_of
+from workers.model.row_comparison import compare_rows
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 NEXT: dict[str, Any] = {
@@ -97,7 +97,7 @@ def test_rotary_embeddings_that_change_with_length_are_refused_beyond_it(
 ) -> None:
     model = outline_of(kind, **changes)
     check_supported(model, "tiny")
-    check_rows_of(model, "tiny")
+    compare_rows(model, "tiny")
     check_context(model, limit, "tiny")
     words = rf"tiny has rotary embeddings of type .* set rollout.max_context_tokens to {limit} or less"
     with pytest.raises(ModelError, match=words):

@@ -13,7 +13,7 @@ from rlsys.errors import ModelError
 from rlsys.launch.preflight import check_architectures
 from tests.by_day import first_by_day
 from tests.families import FAMILIES, tiny
-from workers.model.row_comparison import check_rows_of, small_copy
+from workers.model.row_comparison import build_small_copy, compare_rows
 
 RELEASED = ("cohere2", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mixtral", "opt", "qwen2_moe", "qwen3")
 """Families whose configurations have, without a value of ours, the sizes of a released model."""
@@ -26,20 +26,20 @@ def outline(kind: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", first_by_day(["gemma3", "qwen3_moe", *FAMILIES], 2))
 def test_rows_of_a_family_agree_with_plain_forwards(family: str) -> None:
-    check_rows_of(tiny(family), "model 'tiny'")
+    compare_rows(tiny(family), "model 'tiny'")
 
 
 @pytest.mark.parametrize("kind", first_by_day(RELEASED, 2))
 def test_a_model_of_full_size_is_compared_in_small(kind: str) -> None:
     model = outline(kind)
-    check_rows_of(model, "model 'large'")
+    compare_rows(model, "model 'large'")
     num = sum(parameter.numel() for parameter in model.parameters())
-    assert sum(parameter.numel() for parameter in small_copy(model.config).parameters()) < min(num / 2, 3e7)
+    assert sum(parameter.numel() for parameter in build_small_copy(model.config).parameters()) < min(num / 2, 3e7)
 
 
 def test_a_model_that_attends_to_later_tokens_in_plain_forwards_is_refused_with_the_figure() -> None:
     with pytest.raises(ModelError, match=r"BertGenerationDecoder computes .* differ by up to \d\.?\d* nats"):
-        check_rows_of(outline("bert-generation"), "model 'tiny'")
+        compare_rows(outline("bert-generation"), "model 'tiny'")
 
 
 def test_a_run_of_such_a_model_is_refused_before_it_starts(tmp_path: Path) -> None:
