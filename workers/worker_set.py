@@ -69,7 +69,7 @@ class PolicyWorkers:
             start_actor(config, relays),
             start_critic(config) if Column.VALUES in columns else None,
             start_reference(config, policy) if config.has_reference else None,
-            is_own_reference=config.train.lora is not None and config.reference.path is None,
+            is_own_reference=config.is_own_reference,
         )
 
     def workers(
@@ -81,7 +81,7 @@ class PolicyWorkers:
     ) -> Workers:
         """The workers as the driver of this policy sees them.
 
-        An actor that trains an adapter is its own reference: its ranks compute the columns of whole steps.
+        An actor that is its own reference computes the columns of whole steps.
         """
         reference, critic, actor = self.reference, self.critic, self.actor
         of_steps: dict[Column, StepAnnotator | None] = {Column.VALUES: critic}
@@ -209,6 +209,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         optimizer=optimizer_settings(config),
         savings=train.savings,
         lora=train.lora,
+        sync=config.reference.sync,
         replays_routing=train.routing_replay,
         algorithm=config.algorithm,
         stabilizer=config.stabilizer,
@@ -219,7 +220,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
     ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, relays.route)
     columns = config.algorithm.columns
     has_pairs = Column.POLICY_MISMATCHED in columns or (
-        train.lora is not None and Column.REFERENCE_MISMATCHED in columns
+        config.is_own_reference and Column.REFERENCE_MISMATCHED in columns
     )
     actor = ActorHandle(ranks, _silence_s(config), train.mesh.num_peers, has_pairs=has_pairs)
     if config.record.rollouts_every:

@@ -161,6 +161,10 @@ def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
         made.set("train.betas", [first, second])
         done |= {"adam_beta1", "adam_beta2"}
     _warm_up(made, theirs, "warmup_ratio", done)
+    if theirs.get("sync_ref_model") is True and theirs.get("beta"):
+        every, mixup = theirs.get("ref_model_sync_steps", 512), theirs.get("ref_model_mixup_alpha", 0.6)
+        made.set("reference.sync", {"every": every, "mixup": mixup})
+        done |= {"sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"}
     if (function := _our_function(made.get("reward.fn"))) is not None:
         made.tree["reward"]["fn"] = function
     if made.get("train.lora") is None and any(key.startswith("lora_") for key in theirs):

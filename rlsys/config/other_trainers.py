@@ -176,7 +176,9 @@ _TRL = _rows(
         ("vllm_importance_sampling_cap", "algorithm.correction", "{type: tis, cap: ...}", _by_hand),
         ("vllm_importance_sampling_mode", "algorithm.correction", "sequence_tis, token_mis, sequence_mis", _by_hand),
         ("vllm_max_model_length", "rollout.max_context_tokens"),
-        ("sync_ref_model", "", "the reference stays as it is"),
+        ("sync_ref_model", "reference.sync", "{every: 512, mixup: 0.6}", _by_hand),
+        ("ref_model_sync_steps", "reference.sync.every", "with sync_ref_model", _by_hand),
+        ("ref_model_mixup_alpha", "reference.sync.mixup", "with sync_ref_model", _by_hand),
         ("steps_per_generation", "train.groups_per_step", "in groups, not in samples", _by_hand),
         ("lr_scheduler_kwargs", "train.final_lr_fraction", "the end of the schedule", _by_hand),
         ("use_liger_kernel", "", "logits exist for trained tokens alone, chunk by chunk"),
@@ -327,7 +329,7 @@ DEFAULTS: Mapping[System, Mapping[str, object]] = {
 """Their values of keys that a file leaves out, where ours is another value."""
 CHANGES_TRAINING = frozenset(
     {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens", "lora_dropout",
-     "early_stopping_threshold", "sync_ref_model"}
+     "early_stopping_threshold"}
 )  # fmt: skip
 """Keys without a counterpart that would train another policy. All others without one have no effect here."""
 _MACHINERY = frozenset(

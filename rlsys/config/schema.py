@@ -196,9 +196,15 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
-        """True if the run has a reference worker. An actor that trains an adapter computes those columns itself."""
-        is_asked = bool(self.algorithm.columns & REFERENCE_COLUMNS)
-        return is_asked and (self.train.lora is None or self.reference.path is not None)
+        """True if the run has a reference worker: its algorithm asks for one, and the actor is not its own
+        reference."""
+        return bool(self.algorithm.columns & REFERENCE_COLUMNS) and not self.is_own_reference
+
+    @property
+    def is_own_reference(self) -> bool:
+        """True if the ranks of the actor compute the columns of the reference: without their adapter, or with weights
+        that follow theirs."""
+        return self.reference.path is None and (self.train.lora is not None or self.reference.sync is not None)
 
     @property
     def reference_path(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from rlsys.algorithm import Algorithm, Column, version_after
+from rlsys.algorithm import REFERENCE_COLUMNS, Algorithm, Column, version_after
 from rlsys.config.config_problems import Problem, nearest
 from rlsys.config.curation_section import CurationSection
 from rlsys.config.data_section import DataSection
@@ -20,7 +20,7 @@ from rlsys.config.reward_section import RewardSection
 from rlsys.config.rollout_section import RolloutSection
 from rlsys.config.run_sections import AsynchronySection, CheckpointSection, Resources, RunSection
 from rlsys.config.server_section import ServerSection
-from rlsys.config.train_section import TrainSection
+from rlsys.config.train_section import ReferenceSection, TrainSection
 from rlsys.stabilizer import StabilizerPlugin
 from rlsys.types import Answers
 
@@ -104,6 +104,20 @@ def _versions_have_room(rollout: RolloutSection, train: TrainSection) -> Iterato
             "whole weights; or set rollout.engine to local"
         )
         yield ("train", "lora"), text
+
+
+def _reference_follows_whole_weights(reference: ReferenceSection, train: TrainSection) -> Iterator[Problem]:
+    if reference.sync is not None and train.lora is not None:
+        text = "should be null with train.lora: a mixture of two adapters is no mixture of what they do to the weights"
+        yield ("reference", "sync"), text
+
+
+def _reference_is_asked_for(reference: ReferenceSection, algorithm: Algorithm) -> Iterator[Problem]:
+    if reference.sync is not None and not algorithm.columns & REFERENCE_COLUMNS:
+        yield (
+            ("reference", "sync"),
+            f"{_name(algorithm)} asks for no reference: leave this out, or set algorithm.kl_coef",
+        )
 
 
 def _server_takes_what_is_trained(rollout: RolloutSection, train: TrainSection) -> Iterator[Problem]:
@@ -193,9 +207,10 @@ def _agents_are_bound(policies: Mapping[str, PolicySection], agents: Mapping[str
 
 _RULES: Sequence[Callable[..., Iterator[Problem]]] = (
     _signals_are_made, _passes_are_few, _policy_is_trained, _stabilizer_begins, _replies_fit, _answers_suit,
-    _early_ends_suit, _early_ends_have_rewards, _gpus_suit_engine, _versions_have_room, _server_takes_what_is_trained,
-    _experts_are_recorded, _sources_have_names, _staleness_is_safe, _groups_have_room, _curation_suits,
-    _successes_are_put_in, _sources_are_weighed, _replicas_have_servers, _best_is_measured, _agents_are_bound,
+    _early_ends_suit, _early_ends_have_rewards, _gpus_suit_engine, _versions_have_room,
+    _server_takes_what_is_trained, _reference_follows_whole_weights, _reference_is_asked_for, _experts_are_recorded,
+    _sources_have_names, _staleness_is_safe, _groups_have_room, _curation_suits, _successes_are_put_in,
+    _sources_are_weighed, _replicas_have_servers, _best_is_measured, _agents_are_bound,
 )  # fmt: skip
 _READ = {rule: signature(rule).parameters.keys() for rule in _RULES}
 """Sections that each rule reads."""

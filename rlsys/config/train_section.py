@@ -18,7 +18,7 @@ from pydantic import (
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.section import PathText, Section
-from rlsys.util.number_ranges import Count, Fraction, ManyFrom1
+from rlsys.util.number_ranges import Count, Fraction, ManyFrom1, PositiveFraction
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
@@ -120,13 +120,33 @@ class TrainSection(Section):
         return updates_per_step
 
 
+class SyncSection(Section):
+    """A reference that follows the policy: after every `every` steps it becomes `mixup * policy + (1 - mixup) *
+    reference` (arXiv:2404.09656)."""
+
+    every: Count = 512
+    """Steps from one synchronization to the next."""
+    mixup: PositiveFraction = 0.6
+    """Share of the policy in the new weights of the reference; 1 copies the policy."""
+
+
 class ReferenceSection(Section):
     """Frozen model, the initial one or a teacher. It runs only where the algorithm asks for it, and the initial model
-    not with `train.lora`: there the ranks of the actor compute its columns, without the adapter."""
+    not with `train.lora` or `sync`: there the ranks of the actor compute its columns."""
 
     path: PathText | None = None
     """Another model, such as the teacher of `distill`: a folder or `org/name` on the hub, with the vocabulary of the
     policy. None: `model.path`."""
+    sync: SyncSection | None = None
+    """Lets the initial model follow the policy: `{every: 512, mixup: 0.6}`. The ranks of the actor keep its weights
+    beside their own, and checkpoints have them. None: the reference stays as it is."""
+
+    @field_validator("sync")
+    @classmethod
+    def _begins_as_the_policy(cls, sync: SyncSection | None, info: ValidationInfo) -> SyncSection | None:
+        if sync is not None and info.data.get("path") is not None:
+            raise ValueError("a reference that follows the policy begins as model.path: leave out reference.path")
+        return sync
 
 
 class CriticSection(Section):

@@ -145,6 +145,7 @@ class PlannedWorkers:
             value_bytes=VALUE_BYTES[settings.dtype],
             stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
             adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
+            has_reference=config.reference.sync is not None and not is_critic,
         )
         if not settings.offload:
             return memory, ""

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=10_000)]
 """Number of things of which a run makes one after the other, such as processes."""
 CountFrom0 = Annotated[int, Field(ge=0, le=10_000)]

@@ -46,6 +46,16 @@ def test_two_ranks_with_reference_and_gac_replay_equally(model_path, data_path, 
     assert metrics["policy/kl_ref"] != 0
 
 
+def test_a_step_with_a_reference_that_follows_the_policy_replays_equally(model_path, data_path, tmp_path):
+    keys = ["train.lr=0.01", "algorithm.kl_coef=0.1", "reference.sync={every: 2, mixup: 1}", "checkpoint.every=2"]
+    run = trained(model_path, data_path, tmp_path, keys)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, second, third = (row["policy/kl_ref"] for row in rows)
+    assert first == pytest.approx(0, abs=1e-6) and third == pytest.approx(0, abs=1e-6) and second > 1e-4
+    found = replay_step(run, 3)
+    assert (found.is_equal, found.beginning) == (True, "checkpoints/step_000002"), found.first
+
+
 @pytest.mark.nightly
 def test_a_critic_with_two_updates_a_step_replays_equally(model_path, data_path, tmp_path):
     run = trained(model_path, data_path, tmp_path, PPO)

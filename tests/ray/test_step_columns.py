@@ -79,6 +79,7 @@ class Trainers:
             distribution=Distribution(1.0),
             probe_length=0,
             replays_routing=False,
+            sync=None,
             resources=SMALL,
         )
         critic = RankSpec(

@@ -168,6 +168,7 @@ class Models:
         self.policy = FsdpBackend(
             path, optimizer_settings(config), ranks, dtype=dtype, device=device(POLICY),
             savings=savings, lora=config.train.lora, replays_routing=config.train.routing_replay,
+            sync=config.reference.sync,
         )  # fmt: skip
         self._stabilizer = config.stabilizer.start(self.policy.shards()) if config.stabilizer else None
         self._critic = self._reference = None
@@ -206,7 +207,7 @@ class Models:
     def _columns(self, plan: RankPlan, data: StepData) -> dict[Column, StepColumn]:
         """Columns that are computed per step."""
         columns: dict[Column, StepColumn] = {}
-        if self._config.train.lora:
+        if self._config.is_own_reference:
             for kind in sorted(self._config.algorithm.columns & REFERENCE_COLUMNS):
                 distribution = self._config.rollout.distribution
                 with _threads(self._config.resources["actor"].threads):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlsys.batch.packing import RankPlan, SampleRef
 from rlsys.batch.samples import Sample
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.config.lora_section import LoraSection
-from rlsys.config.train_section import NO_SAVINGS, MemorySavings
+from rlsys.config.train_section import NO_SAVINGS, MemorySavings, SyncSection
 from rlsys.stabilizer import Stabilizer
 from rlsys.types import Distribution, VersionSpan
 from rlsys.weight_sync.manifest import Probe, Rectangle, shares
@@ -36,8 +37,9 @@ from workers.train.layout import RankLayout
 from workers.train.optimizer import OptimizerSettings
 from workers.train.rank_group import RankGroup
 from workers.train.rank_metrics import Mismatch, StepMetrics
-from workers.train.sharded import Sharded
+from workers.train.sharded import REFERENCE, Sharded
 from workers.train.step_data import Part, RankStep, mismatched_column
+from workers.train.synced_reference import SyncedReference
 from workers.train.token_columns import TokenColumns
 
 if TYPE_CHECKING:
@@ -77,11 +79,13 @@ class FsdpBackend(Sharded):
         savings: MemorySavings = NO_SAVINGS,
         lora: LoraSection | None = None,
         replays_routing: bool = False,
+        sync: SyncSection | None = None,
     ) -> None:
         """Load this rank's shards of the model in `model_path`. Raises `ModelError`.
 
         `probe_length` is the number of tokens of a probe, 0 for none. With `lora`, only an adapter is trained; the
         frozen model is in `dtype`. `replays_routing`: experts are those that engines recorded, see `RoutingReplay`.
+        With `sync`, which excludes `lora`, there is a reference that follows the policy.
         """
         layout = RankLayout(ranks, getattr(torch, dtype), device, savings)
         adapter = Adapter(lora, model_path) if lora else None
@@ -100,6 +104,7 @@ class FsdpBackend(Sharded):
         """Hash of the frozen base; None if all weights are trained."""
         facts = facts_of(lora, self.base) if lora and self.base else None
         super().__init__(self._model, self._scorer, settings, layout, facts)
+        self._reference = SyncedReference(self.parameters(), sync) if sync else None
         self.pair_cost = pair_cost(self._model)
         """See `Actor.pair_cost`."""
         register_fsdp_forward_method(self._scorer, PolicyScorer.sample.__name__)
@@ -168,23 +173,34 @@ class FsdpBackend(Sharded):
         self.end_step()
         return metrics
 
+    def end_step(self) -> None:
+        super().end_step()
+        if self._reference is not None:
+            self._reference.end_step(self.step)
+
+    def _state(self) -> dict[str, Mapping[str, Tensor]]:
+        return super()._state() | ({REFERENCE: self._reference.tensors} if self._reference is not None else {})
+
     def columns(self) -> list[TokenColumns]:
         """Per-token results of this rank's last step; empty before the first step. Not collective."""
         return [TokenColumns.of(samples, *kept) for samples, kept in self._kept.items()]
 
     def reference(self, plan: RankPlan, data: StepData, kind: Column, distribution: Distribution) -> StepColumn:
-        """A column of this rank's micro-batches under the frozen base: the forward without the adapter.
+        """A column of this rank's micro-batches under the reference that follows the policy, or else under the frozen
+        base: the forward without the adapter.
 
         `kind` is `Column.REFERENCE_LOGPROBS` or `Column.REFERENCE_MISMATCHED`.
         """
         score = torch.no_grad()(lambda batch: self._scorer(batch, distribution))
-        with without_adapter(self._model):
+        if self._reference is not None:
+            self.wait_copied()
+        with without_adapter(self._model) if self._reference is None else self._reference.swapped_in():
             if kind is Column.REFERENCE_MISMATCHED:
                 column = [mismatched_column(data, m, plan.partners, score, self._device) for m in plan.micro_batches]
             else:
                 batches = (replace(data.micro_batch(m), routing_RW=None) for m in plan.micro_batches)
                 column = [score(batch.to(self._device))[0] for batch in batches]
-        self.reshard()
+            self.reshard()
         return [logprobs_N.cpu().numpy() for logprobs_N in column]
 
     def owned_tensors(self) -> dict[str, tuple[Rectangle, Tensor]]:

@@ -15,7 +15,7 @@ from rlsys.algorithm import Algorithm, Column
 from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
-from rlsys.config.train_section import MemorySavings
+from rlsys.config.train_section import MemorySavings, SyncSection
 from rlsys.contracts import Files, Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.replay.rollout_json import GroupRecord, read_groups, write_groups
@@ -182,6 +182,8 @@ class ActorSpec(RankSpec):
     """Tokens of the probe that is published with the weights."""
     replays_routing: bool
     """Value of `train.routing_replay`."""
+    sync: SyncSection | None
+    """Value of `reference.sync`."""
 
 
 class ActorRank(Rank):
@@ -200,7 +202,7 @@ class ActorRank(Rank):
         ranks = RankGroup(rank, spec.mesh.num_ranks, address=address).with_mesh(spec.mesh)
         self._backend = self._policy = FsdpBackend(
             spec.model_path, spec.optimizer, ranks, dtype=spec.dtype, device=device, probe_length=spec.probe_length,
-            savings=spec.savings, lora=spec.lora, replays_routing=spec.replays_routing,
+            savings=spec.savings, lora=spec.lora, replays_routing=spec.replays_routing, sync=spec.sync,
         )  # fmt: skip
         self._policy.wait_published = self._publisher.wait_copied
         if spec.stabilizer:
@@ -212,9 +214,9 @@ class ActorRank(Rank):
             plan, data, spec.algorithm, distribution=spec.distribution, stabilizer=self._stabilizer
         )
 
-    @remote("scoring a step without the adapter", patience=inf)
+    @remote("scoring a step with the reference", patience=inf)
     def reference(self, plan: RankPlan, kind: Column) -> tuple[int, StepColumn]:
-        """A receipt, and the column `kind` of the fetched step under the frozen base of the adapter."""
+        """A receipt, and the column `kind` of the fetched step: see `FsdpBackend.reference`."""
         column = self._policy.reference(plan, self.fetched_data, kind, self._spec.distribution)
         return len(column), column
 

@@ -30,8 +30,8 @@ from workers.train.optimizer import (
 from workers.train.state_files import StateWriter, Writing, load_state, saved_shapes
 from workers.train.step_data import Part, RankStep
 
-BUFFERS = "buffers"
-"""Part of a checkpoint with the persistent buffers."""
+BUFFERS, REFERENCE = "buffers", "reference"
+"""Parts of a checkpoint with the persistent buffers, and with the weights of a reference that follows the policy."""
 
 
 class Sharded:
@@ -137,8 +137,7 @@ class Sharded:
         Raises `TrainingError`, which calls the update `what`, on all ranks and before any change, if the loss or the
         gradient's norm is not finite. A stabilizer never gets such a gradient.
         """
-        self._state_writer.wait_copied()
-        self.wait_published()
+        self.wait_copied()
         gradients, all_reduce = local_gradients(self._module), self._sum
         total, squares = self._ranks.sum(loss.double()).item(), all_reduce(squared_norms(gradients)).item()
         _check_finite({"loss": total, "grad_norm": squares}, what, index)
@@ -164,6 +163,11 @@ class Sharded:
         total = torch.stack(own).double().sum(0) if own else torch.zeros((), dtype=torch.float64, device=self._device)
         return self._ranks.sum_over_ranks(total)
 
+    def wait_copied(self) -> None:
+        """Return once the weights may change: those of the last checkpoint and of the last publish are copied."""
+        self._state_writer.wait_copied()
+        self.wait_published()
+
     def reshard(self) -> None:
         """Drop gathered weights, which a forward keeps for its backward: else parameters are not the optimizer's."""
         for module in self._root.modules():
@@ -186,8 +190,7 @@ class Sharded:
         A stabilizer without state in the checkpoint stays as it is; state without a stabilizer is ignored. Raises
         `CheckpointError`, also for another stabilizer's state, and for that of another adapter.
         """
-        self._state_writer.wait_copied()
-        self.wait_published()
+        self.wait_copied()
         state, live = self._state(), stabilizer.state_dict() if stabilizer else {}
         check_saved(folder, self.parameters(), self._adapter, num_ranks=self._ranks.num_ranks)
         saved = saved_shapes(folder, "stabilizer").keys() if stabilizer else set[str]()
@@ -209,9 +212,9 @@ class Sharded:
 
     def _read(self, state: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
         """Read into live tensors. Without buffers in the checkpoint, those of the model's files stay: no step changes
-        them."""
-        has_buffers = bool(saved_shapes(folder, BUFFERS))
-        wanted = {part: tensors for part, tensors in state.items() if part != BUFFERS or has_buffers}
+        them. So does a reference, which begins to follow the policy then."""
+        absent = [part for part in (BUFFERS, REFERENCE) if part in state and not saved_shapes(folder, part)]
+        wanted = {part: tensors for part, tensors in state.items() if part not in absent}
         load_state(wanted, folder, num_ranks=self._ranks.num_ranks)
 
     def _weights(self) -> dict[str, Mapping[str, Tensor]]:

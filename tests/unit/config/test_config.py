@@ -281,6 +281,9 @@ def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
         ("limits.group_s=1e300", "limits.group_s: input should be less than or equal to 1000000000"),
         (f"run.seed=1{'0' * 400}", "run.seed: should be a number of at most 92233720368"),
         ("train.lora={rank: 1000000000000000000}", "train.lora.rank: input should be less than or equal to 4096"),
+        ("reference.sync={every: 0}", "reference.sync.every: input should be greater than or equal to 1"),
+        ("reference.sync={mixup: 0}", "reference.sync.mixup: input should be greater than 0"),
+        ("reference.sync={mixup: 1.5}", "reference.sync.mixup: input should be less than or equal to 1"),
         ("train.mesh.shard=20000", "train.mesh.shard: input should be less than or equal to 10000"),
         ("algorithm.group_size=200000", "algorithm.group_size: input should be less than or equal to 100000"),
         ("algorithm.clip_high=true", "algorithm.clip_high: should be a number (got true)"),
@@ -292,6 +295,27 @@ def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
 )
 def test_numbers_and_texts_that_mean_nothing_are_refused(tmp_path: Path, override: str, message: str):
     assert message in "\n".join(refusal(write(tmp_path, MINIMAL), overrides=(override,)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("algorithm.kl_coef=0.1", "train.lora={}"), "reference.sync: should be null with train.lora"),
+        (
+            ("algorithm.kl_coef=0",),
+            "reference.sync: GRPO asks for no reference: leave this out, or set algorithm.kl_coef",
+        ),
+        (("algorithm.kl_coef=0.1", "reference.path=org/other"), "begins as model.path: leave out reference.path"),
+    ],
+)
+def test_a_reference_that_cannot_follow_the_policy_is_refused(tmp_path: Path, overrides: tuple[str, ...], message: str):
+    path = write(tmp_path, MINIMAL)
+    assert message in "\n".join(refusal(path, overrides=("reference.sync={}", *overrides)))
+
+
+def test_the_ranks_of_the_actor_are_the_reference_that_follows_them(tmp_path: Path):
+    config = Config.load(write(tmp_path, MINIMAL), ("algorithm.kl_coef=0.1", "reference.sync={}"))
+    assert (config.is_own_reference, config.has_reference) == (True, False)
 
 
 def test_a_section_built_in_python_refuses_a_truth_value_too():
@@ -619,7 +643,7 @@ def test_passes_over_a_step_are_some_and_not_without_end(passes: int, tmp_path: 
 def test_the_number_of_keys_is_bounded():
     keys = leaves(json.loads(Path("docs/config.schema.json").read_text()))
     assert {"run.steps", "reward.fn.weight", "rollout.engine.urls", "resources.gpus", "policies"} <= keys
-    assert len(keys) <= 120, sorted(keys)
+    assert len(keys) <= 122, sorted(keys)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.entry_points()])

@@ -16,6 +16,7 @@ from rlsys.config import Config
 from rlsys.config.conversion import convert
 from rlsys.config.other_trainers import FALSE_MATTERS, HABITS, SWITCHES, Habit
 from rlsys.config.plugins import ALGORITHMS
+from rlsys.config.train_section import SyncSection
 from rlsys.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -99,6 +100,21 @@ def test_a_ppo_configuration_of_dotted_keys_is_converted(tmp_path: Path):
     assert [source.path for source in config.data.sources] == ["/data/a.parquet", "/data/b.parquet"]
     assert config.train.lora is not None and config.train.lora.rank == 32
     assert (config.critic.lr, config.run.steps, config.reward.fn) == (1e-5, 200, "rewards.py:compute_score")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sync"),
+    [
+        ({"sync_ref_model": True, "beta": 0.1}, SyncSection(every=512, mixup=0.6)),
+        ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 64}, SyncSection(every=64, mixup=0.6)),
+        ({"sync_ref_model": True, "beta": 0.0}, None),
+        ({"sync_ref_model": False, "beta": 0.1, "ref_model_mixup_alpha": 0.5}, None),
+    ],
+)
+def test_a_reference_follows_the_policy_as_in_trl(theirs: dict[str, Any], sync: SyncSection | None, tmp_path: Path):
+    given = {"model_name_or_path": "my-org/my-1b", "dataset_name": "my-org/sums", "num_generations": 8, **theirs}
+    config, _ = converted(tmp_path, "grpo.json", json.dumps(given | {"max_steps": 5}))
+    assert config.reference.sync == sync
 
 
 def test_arguments_of_trl_are_converted(tmp_path: Path):

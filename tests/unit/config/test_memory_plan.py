@@ -54,6 +54,13 @@ def test_a_stabilizer_counts_with_the_optimizer():
     assert memory.optimizer == (8 + 4) * 500
 
 
+def test_a_reference_that_follows_the_policy_is_a_second_set_of_weights():
+    without, with_one = (
+        rank_memory(SIZES, STEP, shards=2, positions=1, value_bytes=2, has_reference=has) for has in (False, True)
+    )
+    assert with_one == replace(without, weights=2 * without.weights)
+
+
 def test_a_critic_leaves_an_untied_head_out():
     critic = SIZES.without_head()
     assert (critic.parameters, critic.outside, critic.untied_head) == (960, 60, 0)
