@@ -95,15 +95,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON 
 def train(
     job: Job,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check model, data and rewards; print what the job needs.")
+        bool, typer.Option("--dry-run", help="Look up model and data, try the rewards, and start nothing.")
     ] = False,
-    gpus: Gpus = None,
-    gpu_memory: GpuMemory = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model with the configuration FILE."""
-    if not dry_run and (gpus is not None or gpu_memory is not None):
-        raise typer.BadParameter("--gpus and --gpu-memory need --dry-run: a run takes the GPUs that there are")
     config = _load(job)
     from rlsys import launch
 
@@ -111,35 +107,17 @@ def train(
         result = launch.train(config).as_json()
         _echo(result, _result_lines(result), as_json=as_json)
         return
-    from rlsys.config.resource_plan import plan_of
-
-    size = launch.parsed_size(gpu_memory) if gpu_memory is not None else None
-    config = launch.with_device_defaults(launch.with_steps(launch.with_models_of_runs(config)), size)
-    data = launch.look_up(config)
-    rewards = launch.try_rewards(config)
-    resources = plan_of(config)
-    memory = launch.memory_plan(config, gpus=gpus, gpu_memory=gpu_memory) if launch.has_folders(config) else None
-    found = {
-        "config": config.model_dump(mode="json"),
-        "notes": data.notes,
-        "plan": asdict(resources),
-        "memory": memory and memory.as_json(),
-    }
-    unknown = "memory: not planned, because no folder here has the model's config.json; `rlsys plan` fetches it"
-    lines = [
-        *data.notes,
-        *resources.lines(),
-        *(tried.line() for tried in rewards),
-        *(memory.lines() if memory else [unknown]),
-    ]
-    _echo(found, [config.to_yaml(), *(f"# {line}" for line in lines)], as_json=as_json)
-    if memory:
-        memory.check()
+    config = launch.with_device_defaults(launch.with_steps(launch.with_models_of_runs(config)))
+    notes, rewards = launch.look_up(config).notes, launch.try_rewards(config)
+    lines = [*notes, *(tried.line() for tried in rewards), *_cautions(config)]
+    found = {"run_dir": str(config.run_dir), "steps": config.run.steps, "lines": lines}
+    ready = f"nothing is missing for {config.run.steps} steps in {config.run_dir}; `rlsys plan` shows what they take"
+    _echo(found, [*lines, ready], as_json=as_json)
 
 
 @app.command(context_settings=OVERRIDES)
 def plan(job: Job, gpus: Gpus = None, gpu_memory: GpuMemory = None, as_json: AsJson = False) -> None:
-    """Show the memory of each worker of the configuration FILE by owner; exit 2 if it does not fit.
+    """Show what the configuration FILE takes: resources, pace, memory of each worker; exit 2 if it does not fit.
 
     It is computed from the model's config.json: no weights are read, and nothing is started. If the plan does not fit,
     the error names the nearest one that does.
@@ -396,9 +374,14 @@ def check(job: Job) -> None:
     """List every problem of a configuration; exit 2 if there is any."""
     config = _load(job)
     typer.echo("the configuration is valid")
-    for own in config.trained_policies.values() or [config]:
-        if own.staleness_caution:
-            print_result(f"caution: {own.staleness_caution}")
+    for caution in _cautions(config):
+        print_result(caution)
+
+
+def _cautions(config: Config) -> list[str]:
+    """Lines on the cost of the staleness of each policy."""
+    own = config.trained_policies.values() or [config]
+    return [f"caution: {each.staleness_caution}" for each in own if each.staleness_caution]
 
 
 @config_app.command(context_settings=OVERRIDES)

@@ -1,4 +1,4 @@
-"""Resources and pace of a configuration, computed before anything starts: `rlsys train --dry-run`."""
+"""Resources and pace of a configuration, computed before anything starts: `rlsys plan`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Plan:
 
     def pace(self) -> Iterator[str]:
         """Lines on the training batch and the staleness bound."""
-        yield f"{self.steps} steps of {self.samples_per_step} samples"
+        yield (f"{self.steps} " if self.steps else "") + f"steps of {self.samples_per_step} samples"
         yield f"{self.permits} groups in the pipe at most, so no token is more than {self.max_staleness} steps stale"
         if self.caution:
             yield f"caution: {self.caution}"

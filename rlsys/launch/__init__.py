@@ -7,7 +7,7 @@ works from the command line, from a Python script (also after a call of `ray.ini
 
 from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.earlier_runs import with_models_of_runs
-from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
+from rlsys.launch.fitting import FittedPlan, memory_plan
 from rlsys.launch.live_run import Run, start, train
 from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, replay, replay_step
 from rlsys.launch.policy_serving import serve
@@ -24,11 +24,9 @@ __all__ = [
     "config_to_try",
     "evaluate",
     "export",
-    "has_folders",
     "inspect_data",
     "look_up",
     "memory_plan",
-    "parsed_size",
     "push",
     "replay",
     "replay_step",

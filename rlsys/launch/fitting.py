@@ -1,4 +1,4 @@
-"""Memory plan of a configuration, and the nearest configuration that fits: `rlsys plan`, `rlsys train --dry-run`.
+"""What a configuration takes, and the nearest configuration that fits: `rlsys plan`.
 
 Models are counted from their configurations, and no weights are read. Which settings fit is then arithmetic. So the
 search looks at all values of the few keys that change memory, and takes the smallest change.
@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from rlsys.config import Config
 from rlsys.config.memory_plan import WorkerMemory, gigabytes, table_of
-from rlsys.config.resource_plan import plan_of
+from rlsys.config.resource_plan import Plan, plan_of
 from rlsys.config.train_section import ActivationCheckpointing
 from rlsys.errors import ConfigError
 from rlsys.launch.device_defaults import filled_keys, with_device_defaults
@@ -84,8 +83,9 @@ class PublishedBytes:
 
 @dataclass(frozen=True, slots=True)
 class FittedPlan:
-    """Memory of every worker of a configuration, and what to change if it does not fit."""
+    """Resources and pace of a configuration, the memory of every worker, and what to change if it does not fit."""
 
+    resources: Plan
     gpus: Gpus
     num_reserved: float
     """GPUs that the workers reserve."""
@@ -102,6 +102,7 @@ class FittedPlan:
 
     def lines(self) -> Iterator[str]:
         """Plan as text."""
+        yield from self.resources.lines()
         yield from table_of(self.workers)
         if self.defaults:
             yield f"defaults that follow from the device: {' '.join(self.defaults)}"
@@ -113,6 +114,7 @@ class FittedPlan:
         workers = [{**asdict(w), "total": w.memory.total, "fits": w.fits} for w in self.workers]
         return {
             "fits": self.fits,
+            "resources": asdict(self.resources),
             "gpus": self.gpus.count,
             "gpu_memory": self.gpus.memory,
             "num_reserved": self.num_reserved,
@@ -144,7 +146,8 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
     `ModelError` for a model whose configuration cannot be read.
     """
     memory = parsed_size(gpu_memory) if gpu_memory is not None else None
-    reserved = plan_of(config).num_gpus
+    resources = plan_of(config)
+    reserved = resources.num_gpus
     if gpus is not None and not reserved:
         raise ConfigError(
             f"--gpus {gpus}: no worker of this configuration reserves a GPU; set resources.actor.gpus and "
@@ -162,7 +165,7 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
     workers, settings = PlannedWorkers(config, planned.memory), MemorySettings.of(config)
     found = (*workers.training(settings), *workers.sampling(settings))
     published = PublishedBytes.of(config, workers.published_bytes(settings))
-    plan = FittedPlan(planned, workers.num_gpus(found), found, published, tuple(filled_keys(given, config)))
+    plan = FittedPlan(resources, planned, workers.num_gpus(found), found, published, tuple(filled_keys(given, config)))
     if plan.fits or config.policies:
         return plan
     return replace(plan, advice=tuple(NearestPlan(config, workers, planned.count).advice(settings)))
@@ -177,13 +180,6 @@ def parsed_size(text: str) -> int:
     if size < 1_000_000:
         raise ConfigError(f"--gpu-memory {text}: not the memory of a GPU; give a number and a unit, as in 80GB")
     return size
-
-
-def has_folders(config: Config) -> bool:
-    """Return True if the configurations of all models are in folders of this machine."""
-    own = [config.of(name) for name in config.policies] or [config]
-    paths = {path for one in own for path in (one.model.path, one.critic.path) if path is not None}
-    return all(Path(path, "config.json").is_file() for path in paths)
 
 
 class NearestPlan:

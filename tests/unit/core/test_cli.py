@@ -45,32 +45,33 @@ def test_show_prints_what_loads_back_as_the_same_configuration(job: str, tmp_pat
     assert Config.load(resolved) == with_device_defaults(given)
 
 
-def test_a_dry_run_says_what_the_job_needs(job: str):
+PLAN = [str(Path(__file__).parents[3] / "docs" / "plan" / "run.yaml"), "train.activation_checkpointing=full"]
+PLAN.append(f"model.path={Path(PLAN[0]).with_name('qwen2.5-0.5b')}")
+
+
+def test_a_plan_says_what_the_job_needs(job: str):
     options = ["asynchrony.max_staleness=1", "rollout.replicas=2", "resources.rollout.gpus=1", "algorithm.kl_coef=0.1"]
-    done = CliRunner().invoke(app, ["train", job, "--dry-run", "--json", *options])
+    done = CliRunner().invoke(app, ["plan", job, "--json", "--gpu-memory", "80GB", PLAN[-1], *options])
     assert done.exit_code == 0
-    printed = json.loads(done.stdout)
-    plan = printed["plan"]
-    assert (plan["permits"], plan["samples_per_step"], plan["max_staleness"]) == (64, 256, 1)
-    assert (plan["num_cpus"], plan["num_gpus"]) == (5.0, 2.0)
-    assert [(r["name"], r["count"]) for r in plan["roles"]] == [
+    resources = json.loads(done.stdout)["resources"]
+    assert (resources["permits"], resources["samples_per_step"], resources["max_staleness"]) == (64, 256, 1)
+    assert (resources["num_cpus"], resources["num_gpus"]) == (5.0, 2.0)
+    assert [(r["name"], r["count"]) for r in resources["roles"]] == [
         ("rollout", 2),
         ("reward", 1),
         ("actor rank", 1),
         ("reference", 1),
     ]
-    assert printed["config"]["algorithm"]["kl_coef"] == 0.1
-
-
-PLAN = [str(Path(__file__).parents[3] / "docs" / "plan" / "run.yaml"), "train.activation_checkpointing=full"]
-PLAN.append(f"model.path={Path(PLAN[0]).with_name('qwen2.5-0.5b')}")
 
 
 def test_a_plan_prints_a_row_for_each_worker():
     done = CliRunner().invoke(app, ["plan", *PLAN, "--gpus", "8", "--gpu-memory", "80GB"])
     assert done.exit_code == 0
-    head, *rows = done.stdout.splitlines()
-    assert head.split("  ")[0] == "GB on each device"
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"\d+ groups in the pipe at most, so no token is more than \d+ steps? stale", lines[2])
+    assert "8 GPUs reserved:" in done.stdout
+    head, *rows = lines[next(n for n, line in enumerate(lines) if line.startswith("GB on each device  ")) :]
+    assert head.split()[-1] == "limit"
     assert [row.split("  ")[0] for row in rows[:2]] == ["actor rank", "rollout"]
     assert rows[-2] == "planned for GPUs: 8 x 80.0 GB; 8 reserved"
     assert rows[-1].startswith("published weights in host memory: at most ")
@@ -87,26 +88,16 @@ def test_a_plan_that_does_not_fit_ends_with_2_and_the_nearest():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_dry_run_shows_and_checks_the_memory_of_models_in_folders(job: str):
-    arguments = ["train", *PLAN, f"data.path={Path(job).with_name('tasks.jsonl')}", "reward.fn=exact", "--dry-run"]
-    done = CliRunner().invoke(app, [*arguments, "--gpu-memory", "80GB"])
-    assert done.exit_code == 0
-    assert "# planned for GPUs: 8 x 80.0 GB; 8 reserved" in done.stdout.splitlines()
-    refused = CliRunner().invoke(app, [*arguments, "--gpu-memory", "4GB"])
-    assert isinstance(refused.exception, ConfigError)
-
-
-def test_a_dry_run_without_the_model_plans_no_memory(job: str):
-    done = CliRunner().invoke(app, ["train", job, "--dry-run"])
-    assert "# memory: not planned, because no folder here has the model's config.json" in done.stdout
-
-
-def test_gpus_of_a_plan_need_a_dry_run(job: str):
-    done = CliRunner().invoke(app, ["train", job, "--gpus", "8"])
-    assert done.exit_code == 2
-    assert "--gpus and --gpu-memory need --dry-run" in done.stderr
-    assert CliRunner().invoke(app, ["plan", *PLAN, "--gpus", "0"]).exit_code == 2
+def test_each_command_says_one_thing(job: str):
+    checked, shown, dry, planned = (
+        CliRunner().invoke(app, [*command, job, PLAN[-1], "reward.fn=exact", "algorithm.group_size=4"]).stdout
+        for command in (["config", "check"], ["config", "show"], ["train", "--dry-run"], ["plan"])
+    )
+    of_keys, of_resources = "group_size: 4", "CPUs and 0 GPUs reserved"
+    assert [of_keys in text for text in (checked, shown, dry, planned)] == [False, True, False, False]
+    assert [of_resources in text for text in (checked, shown, dry, planned)] == [False, False, False, True]
+    assert ["reward of the reply" in text for text in (checked, shown, dry, planned)] == [False, False, True, False]
+    assert checked == "the configuration is valid\n"
 
 
 JUDGE = "def judge(completion, level): return 0.0\n"
@@ -162,8 +153,8 @@ def test_replicas_that_only_evaluate_are_counted_where_there_are_any(job: str):
             "resources.rollout.gpus=1",
             *options,
         ]
-        done = CliRunner().invoke(app, ["train", job, "--dry-run", "--json", *keys])
-        return [(r["name"], r["count"], r["num_gpus"]) for r in json.loads(done.stdout)["plan"]["roles"]]
+        done = CliRunner().invoke(app, ["plan", job, "--json", "--gpu-memory", "80GB", PLAN[-1], *keys])
+        return [(r["name"], r["count"], r["num_gpus"]) for r in json.loads(done.stdout)["resources"]["roles"]]
 
     training = [("rollout", 1, 1.0), ("reward", 1, 0.0), ("actor rank", 1, 0.0)]
     assert roles() == training
@@ -210,13 +201,13 @@ def test_a_local_path_without_run_or_model_is_refused(tmp_path: Path, target: st
     assert str(done.exception) == f"{target} {reason}"
 
 
-def test_a_dry_run_prints_configuration_with_plan_comments(job: str, tmp_path: Path):
+def test_a_dry_run_tries_the_reward_and_says_that_nothing_is_missing(job: str):
     done = CliRunner().invoke(app, ["train", job, "--dry-run"])
-    assert re.search(r"# reward of the reply '5' to task '\w+': 1.0, exact 1\n", done.stdout)
-    assert "# 32 groups in the pipe at most, so no token is more than 0 steps stale" in done.stdout
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(done.stdout)
-    assert Config.load(resolved) == with_device_defaults(Config.load(job))
+    first, last = done.stdout.splitlines()
+    assert re.fullmatch(r"reward of the reply '5' to task '\w+': 1.0, exact 1", first)
+    assert last.startswith("nothing is missing for 5 steps in runs/run")
+    printed = json.loads(CliRunner().invoke(app, ["train", job, "--dry-run", "--json"]).stdout)
+    assert (printed["steps"], printed["lines"]) == (5, [first])
 
 
 def test_the_schema_is_json_and_holds_the_installed_algorithms():

@@ -10,7 +10,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.config.memory_plan import gigabytes
 from rlsys.errors import ConfigError, ModelError
-from rlsys.launch.fitting import FittedPlan, has_folders, memory_plan, parsed_size
+from rlsys.launch.fitting import FittedPlan, memory_plan, parsed_size
 from rlsys.launch.preflight import check_rows
 from tests.by_day import first_by_day
 
@@ -171,7 +171,6 @@ def test_sizes_are_read_with_their_unit():
 
 def test_a_model_without_a_configuration_is_refused_by_name(tmp_path: Path):
     config = config_of(f"model.path={tmp_path}")
-    assert not has_folders(config)
     with pytest.raises(ModelError, match=r"^model\.path "):
         memory_plan(config)
 
