@@ -1,4 +1,4 @@
-"""Defaults that follow from the device: `model.dtype`, `rollout.slots` and `train.micro_batch_tokens`.
+"""Defaults that follow from the device: GPUs of workers, `model.dtype`, `rollout.slots` and `train.micro_batch_tokens`.
 
 On CPUs they are constants. On GPUs they come from the model and the memory plan, once, when a run is started; its
 `config.resolved.yaml` has them, and a resume takes them from there.
@@ -14,14 +14,18 @@ from typing import Any
 from rlsys.algorithm import Column
 from rlsys.config import Config
 from rlsys.config.loader import tree_in
+from rlsys.config.resource_plan import plan_of
+from rlsys.config.run_sections import WorkerRole
 from rlsys.config.schema import ON_CPU_SLOTS
 from rlsys.config.server_section import ServerSection
+from rlsys.launch.doctor import has_nvidia_driver
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers
 from rlsys.launch.preflight import check_architectures
 from rlsys.util.files import CONFIG
 
 MOST_SLOTS = 256
 MOST_MICRO_BATCH_TOKENS = 2**15
+MODEL_ROLES: tuple[WorkerRole, ...] = ("actor", "critic", "reference", "rollout")
 _SECTIONS = {"dtype": "model", "slots": "rollout", "micro_batch_tokens": "train"}
 """Section of each key."""
 
@@ -29,10 +33,12 @@ _SECTIONS = {"dtype": "model", "slots": "rollout", "micro_batch_tokens": "train"
 def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Config:
     """Return the configuration with a value for each of these keys; those that are set stay.
 
-    `gpu_memory` is that of each GPU, in bytes; None: that of this machine's. Where it is not known, where the model is
-    not here, and for several policies, the values are those of CPUs. Raises `ModelError` for a model that is neither a
+    Workers of a local cluster take the GPUs of this machine: see `with_gpus`. `gpu_memory` is that of each GPU, in
+    bytes; None: that of this machine's. Where it is not known, where the model is not here, and for several policies,
+    the values are those of CPUs. Raises `ModelError` for a model that is neither a
     folder nor on the hub, or of a kind that cannot be trained.
     """
+    config = with_gpus(config, num_local_gpus(config))
     has_gpus = bool(config.resources["actor"].gpus or config.resources["rollout"].gpus)
     if has_gpus and not config.policies and _missing(config) and _has_model(config):
         config = _with(config, _resumed_values(config))
@@ -40,6 +46,32 @@ def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Confi
             check_architectures(config)
             config = _with(config, _of_gpus(config, missing, gpu_memory))
     return as_in(config, config)
+
+
+def with_gpus(config: Config, num_gpus: int) -> Config:
+    """Return the configuration with a GPU for each rank, for the reference, and for each shard of a replica, if so many
+    GPUs are enough for all of them, and no key says how many any of them takes."""
+    shards = 0 if isinstance(config.rollout.engine, ServerSection) else config.rollout.tensor_parallel
+    gpus: dict[str, int] = {"actor": 1, "critic": 1, "reference": 1, "rollout": shards}
+    if config.policies or any("gpus" in config.resources[role].model_fields_set for role in MODEL_ROLES):
+        return config
+    resources = {
+        role: own.model_copy(update={"gpus": float(gpus[role])}) if role in MODEL_ROLES else own
+        for role, own in config.resources.items()
+    }
+    on_gpus = config.model_copy(update={"resources": resources})
+    return on_gpus if plan_of(on_gpus).num_gpus <= num_gpus else config
+
+
+def num_local_gpus(config: Config) -> int:
+    """Return the number of GPUs of this machine; 0 for a run that joins a cluster, which may have others."""
+    from workers.ray.cluster import starts_local
+
+    if not has_nvidia_driver() or not starts_local(config.ray_address):
+        return 0
+    from workers.model.memory_counts import num_gpus
+
+    return num_gpus()
 
 
 def as_in(other: Config, config: Config) -> Config:

@@ -87,7 +87,7 @@ def gather(address: str | None = None) -> Facts:
         python=sys.version_info[:3],
         num_cpus=len(os.sched_getaffinity(0)),
         cpu_flags=_cpu_flags(Path("/proc/cpuinfo")),
-        has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
+        has_nvidia_driver=has_nvidia_driver(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         free_bytes=shutil.disk_usage(Path.cwd()).free,
@@ -104,6 +104,11 @@ def gather(address: str | None = None) -> Facts:
         auth_mode=os.environ.get("RAY_AUTH_MODE"),
         has_token=token is not None,
     )
+
+
+def has_nvidia_driver() -> bool:
+    """Return True if this machine has a driver for NVIDIA GPUs."""
+    return Path("/proc/driver/nvidia/version").exists()
 
 
 def origins() -> dict[str, Path | None]:
@@ -254,7 +259,7 @@ def torch_build(facts: Facts) -> Finding:
         return Finding("warn", f"torch {version} is a CUDA build, and this machine has no NVIDIA driver", SETUP)
     if facts.has_nvidia_driver:
         keys = "resources.actor.gpus and resources.rollout.gpus"
-        return Finding("ok", f"torch {version}; workers use GPUs only where {keys} ask for them")
+        return Finding("ok", f"torch {version}; each worker takes a GPU if there are enough, else as {keys} say")
     return Finding("ok", f"torch {version}")
 
 

@@ -19,7 +19,7 @@ from rlsys.config.memory_plan import WorkerMemory, gigabytes, table_of
 from rlsys.config.resource_plan import Plan, plan_of
 from rlsys.config.train_section import ActivationCheckpointing
 from rlsys.errors import ConfigError
-from rlsys.launch.device_defaults import filled_keys, with_device_defaults
+from rlsys.launch.device_defaults import filled_keys, num_local_gpus, with_device_defaults, with_gpus
 from rlsys.launch.planned_workers import MemorySettings, PlannedWorkers, engine_of
 from rlsys.launch.preflight import check_architectures, check_rows
 
@@ -146,12 +146,13 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
     `ModelError` for a model whose configuration cannot be read.
     """
     memory = parsed_size(gpu_memory) if gpu_memory is not None else None
+    config = with_gpus(config, num_local_gpus(config) if gpus is None else gpus)
     resources = plan_of(config)
     reserved = resources.num_gpus
     if gpus is not None and not reserved:
         raise ConfigError(
             f"--gpus {gpus}: no worker of this configuration reserves a GPU; set resources.actor.gpus and "
-            "resources.rollout.gpus"
+            "resources.rollout.gpus, or leave them out where there is a GPU for each"
         )
     from workers.model.memory_counts import memory_of_gpu
 

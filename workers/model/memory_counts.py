@@ -181,6 +181,11 @@ def _split(config: PreTrainedConfig, tensor: int, *, has_experts: bool) -> None:
         text.intermediate_size //= tensor
 
 
+def num_gpus() -> int:
+    """Return the number of GPUs of this machine that this process may use."""
+    return torch.cuda.device_count()
+
+
 def memory_of_gpu() -> int | None:
     """Return the memory of this machine's first GPU; None without one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -169,10 +169,15 @@ class LocalStart:
         self.keeper.communicate()
 
 
+def starts_local(address: str | None) -> bool:
+    """Return True if `connect` will start a local cluster at this address."""
+    named = address or os.environ.get("RAY_ADDRESS")
+    return not ray.is_initialized() and named in (None, "", "local")
+
+
 def begin(address: str | None) -> LocalStart | None:
     """Start the keeper and the fork server, if `connect` will start a local cluster at this address."""
-    named = address or os.environ.get("RAY_ADDRESS")
-    return None if ray.is_initialized() or named not in (None, "", "local") else LocalStart.of_this_process()
+    return LocalStart.of_this_process() if starts_local(address) else None
 
 
 def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None = None) -> Cluster:
@@ -365,7 +370,7 @@ def caution_about_idle_gpus(reserved: float, have: Mapping[str, float]) -> str:
         return ""
     return (
         f"the cluster has {have['GPU']:g} GPUs, and no worker of this run takes one: set resources.actor.gpus and "
-        "resources.rollout.gpus"
+        "resources.rollout.gpus, to parts such as 0.5 if they share one"
     )
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config
-from rlsys.launch.device_defaults import filled_keys, with_device_defaults
+from rlsys.config.resource_plan import plan_of
+from rlsys.errors import ConfigError
+from rlsys.launch.device_defaults import filled_keys, with_device_defaults, with_gpus
 from rlsys.launch.fitting import memory_plan
 from rlsys.launch.run_folder import write_run_dir
 from tests.by_day import first_by_day
@@ -44,6 +46,45 @@ def test_on_cpus_the_defaults_are_constants_and_no_model_is_read(tmp_path: Path)
     assert found == ["model.dtype=float32", "rollout.slots=64", "train.micro_batch_tokens=8192"]
     given = config_of(tmp_path / "none")
     assert (given.dtype, given.slots, given.micro_batch_tokens) == ("float32", 64, 8192)
+
+
+def gpus_of(config: Config) -> dict[str, float]:
+    return {role: own.gpus for role, own in config.resources.items()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ((), 2),
+        (("rollout.replicas=3", "train.mesh.shard=4"), 7),
+        (("rollout.engine=vllm", "rollout.tensor_parallel=2"), 3),
+        (("algorithm.kl_coef=.1",), 3),
+        (("algorithm.kl_coef=.1", "reference.sync={}"), 2),
+        (("algorithm.type=ppo",), 3),
+        (("eval.every=1", "eval.data=tasks.jsonl", "eval.replicas=2"), 4),
+        (("resources.reward={cpus: 2}", "resources.actor.threads=4"), 2),
+    ],
+)
+def test_workers_take_gpus_where_there_is_one_for_each(model: Path, overrides: tuple[str, ...], needed: int):
+    given = config_of(model, *overrides)
+    on_gpus = with_gpus(given, needed)
+    shards = given.rollout.tensor_parallel
+    assert gpus_of(on_gpus) == {"actor": 1, "critic": 1, "reference": 1, "rollout": shards, "reward": 0}
+    assert plan_of(on_gpus).num_gpus == needed
+    assert with_gpus(given, needed - 1) == given
+    assert {own.threads for own in on_gpus.resources.values()} == {own.threads for own in given.resources.values()}
+
+
+@pytest.mark.parametrize("key", ["resources.rollout.gpus=0", "resources.actor.gpus=0.5"])
+def test_gpus_that_a_key_gives_are_not_added_to(model: Path, key: str):
+    assert with_gpus(config_of(model, key), 8) == config_of(model, key)
+
+
+def test_a_plan_for_gpus_that_this_machine_has_not_uses_them(model: Path):
+    plan = memory_plan(config_of(model, "rollout.replicas=3", "rollout.engine=local"), gpus=4, gpu_memory="80GB")
+    assert (plan.num_reserved, plan.defaults[0]) == (4, "model.dtype=bfloat16")
+    with pytest.raises(ConfigError, match=r"^--gpus 3: no worker .* leave them out where there is a GPU for each"):
+        memory_plan(config_of(model, "rollout.replicas=3"), gpus=3, gpu_memory="80GB")
 
 
 def test_keys_that_are_set_stay(model: Path):
