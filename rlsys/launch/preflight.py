@@ -34,6 +34,8 @@ from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name
 
 AnyRows = TypeVar("AnyRows", bound=RowsSection)
+PACKAGES = "/runtime_resources/working_dir_files/"
+"""Part of the path to which Ray unpacks the working directory of a job."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +339,16 @@ def _check_data_sources(key: str, tasks: Sequence[Task], config: Config, source:
 
 def with_absolute_paths(config: Config) -> Config:
     """Copy of the configuration with absolute paths, because workers run in another folder, and with the text of the
-    chat template, so that a resume has the same one."""
+    chat template, so that a resume has the same one.
+
+    Raises `ConfigError` for a relative `run.folder` in the package of a submitted job, which Ray deletes.
+    """
     path = config.data.path
+    if PACKAGES in str(Path.cwd()) and not config.run.folder.is_absolute():
+        raise ConfigError(
+            f"run.folder: {config.run.folder} lies in the folder to which Ray unpacked this job, and Ray deletes that: "
+            "give an absolute path that every node sees"
+        )
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
         "reward": config.reward.with_absolute_paths(),

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import grpc
 import ray
-from ray._private import ray_constants
+from ray._private import auto_init_hook, ray_constants, services
 from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
 
@@ -41,6 +42,8 @@ LONGEST_FOLDER = 39
 """Letters of a folder that leave room for a session and a socket in it, of which Linux takes 107."""
 SEMAPHORES = "rlsys-"
 """Begin of the names of semaphores in a local cluster."""
+ANSWER_S = 20.0
+"""Seconds for the head of a cluster to answer."""
 TOO_SLOW = "timed out during startup"
 """In Ray's error if its processes need more than 30 seconds, as on a busy machine. Ray has no option for it."""
 
@@ -186,24 +189,27 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     In order: the cluster that this process has joined; `address`; the one of the Ray job or RAY_ADDRESS; a new local
     one. Only processes on this machine that have its token can reach a new cluster.
 
-    Raises `ConfigError` if the cluster at `address` cannot be joined, `ClusterError` if no local one starts in two
-    tries, or /dev/shm is full.
+    Raises `ConfigError` if the cluster at `address` cannot be joined, or its head does not answer within `ANSWER_S`;
+    `ClusterError` if no local one starts in two tries, or /dev/shm is full. From then on, a call of Ray outside of a
+    connection fails in this process: by default it joins any cluster that it finds.
     """
     if ray.is_initialized():
         return Cluster(is_ours=False)
-    address = address or os.environ.get("RAY_ADDRESS")
+    auto_init_hook.enable_auto_connect = False
+    source, address = ("ray", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray_worker.print_to_stdstream = _print_native
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "job_config": _JobOnOwnPath()}
     if address and address != "local":
         if address.startswith("ray://"):
-            raise ConfigError(f"RAY_ADDRESS={address}: a driver must run inside the cluster: unset it, see the key ray")
+            raise ConfigError(f"{source}={address}: a driver must run inside the cluster: unset it, see the key ray")
         try:
+            _check_head(address)
             with signals_kept():
                 ray.init(address=address, **quiet)
         except Exception as error:  # Ray raises plain `Exception` too
             raise ConfigError(
-                f"ray: cannot join {address!r}: {error}; this machine must be a node of that cluster, and have "
+                f"{source}: cannot join {address!r}: {error}; this machine must be a node of that cluster, and have "
                 "its token and its versions of Ray and Python"
             ) from error
         return Cluster(is_ours=True)
@@ -239,6 +245,19 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     keeper.stdin.write("".join(f"{path}*\n" for path in left))
     keeper.stdin.flush()
     return Cluster(is_ours=True, keeper=keeper, forks=begun.forks)
+
+
+def _check_head(address: str) -> None:
+    """Raise `ConnectionError` unless a server of gRPC answers where Ray would look for the head of a cluster. Ray
+    itself asks for minutes."""
+    head = services.canonicalize_bootstrap_address_or_die(address)
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    with grpc.insecure_channel(head, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=ANSWER_S)
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(f"no head of a cluster answers at {head} within {ANSWER_S:g} s") from None
 
 
 def private_folder() -> Path:

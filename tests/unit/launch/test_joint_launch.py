@@ -1,6 +1,7 @@
 """Commands on a run of several policies."""
 
 import os
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def one(folder: Path, *overrides: str) -> Config:
 
 def several(folder: Path, *overrides: str) -> Config:
     return one(folder, "policies={plain: {}, own: {train: {lr: 1e-4}}}", *overrides)
+
+
+def test_a_relative_folder_in_the_package_of_a_job_is_refused(tmp_path: Path):
+    package = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    package.mkdir(parents=True)
+    needed = ["model.path=org/model", "run.steps=1", "data.path=/tasks.jsonl", "reward.fn=exact"]
+    with chdir(package):
+        with pytest.raises(
+            ConfigError, match=r"^run\.folder: runs lies in the folder .* absolute path that every node"
+        ):
+            with_absolute_paths(Config.load([], needed))
+        with_absolute_paths(Config.load([], [*needed, "run.folder=/shared/runs"]))
 
 
 def test_model_paths_become_absolute_and_hub_names_stay(tmp_path: Path):
