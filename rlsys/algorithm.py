@@ -35,9 +35,9 @@ class Column(StrEnum):
     """Extra per-token column that an algorithm needs; its worker starts only if it is declared."""
 
     REFERENCE_LOGPROBS = "reference_logprobs"
-    """Logprobs of the sampled tokens under the frozen initial model; with LoRA, under the base of the adapter."""
+    """Logprobs of the sampled tokens under the reference: the frozen initial model, or another one (`reference`)."""
     REFERENCE_MISMATCHED = "reference_mismatched"
-    """The same tokens under the frozen initial model, but after the prompt of another task of the step."""
+    """The same tokens under the reference, but after the prompt of another task of the step."""
     POLICY_MISMATCHED = "policy_mismatched"
     """The same tokens after that other prompt, under the trainer's weights at the start of the step."""
     VALUES = "values"
@@ -55,7 +55,7 @@ class Column(StrEnum):
 
 
 REFERENCE_COLUMNS = frozenset({Column.REFERENCE_LOGPROBS, Column.REFERENCE_MISMATCHED})
-"""Columns of a frozen model."""
+"""Columns of the reference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,11 +107,12 @@ def train(
         result = launch.train(config).as_json()
         _echo(result, _result_lines(result), as_json=as_json)
         return
+    launch.check_can_begin(config)
     config = launch.with_device_defaults(launch.with_steps(launch.with_models_of_runs(config)))
     notes, rewards = launch.look_up(config).notes, launch.try_rewards(config)
     lines = [*notes, *(tried.line() for tried in rewards), *_cautions(config)]
     found = {"run_dir": str(config.run_dir), "steps": config.run.steps, "lines": lines}
-    ready = f"nothing is missing for {config.run.steps} steps in {config.run_dir}; `rlsys plan` shows what they take"
+    ready = f"found what {config.run.steps} steps in {config.run_dir} need; `rlsys plan` shows what they take"
     _echo(found, [*lines, ready], as_json=as_json)
 
 
@@ -394,7 +395,8 @@ def show(job: Job) -> None:
     try:
         config = launch.with_device_defaults(config)
     except ModelError as error:
-        typer.echo(f"model.dtype, rollout.slots and train.micro_batch_tokens follow from the model: {error}", err=True)
+        keys = "resources.*.gpus, model.dtype, rollout.slots and train.micro_batch_tokens"
+        typer.echo(f"{keys} follow from machine and model: {error}", err=True)
     print_result(config.to_yaml().removesuffix("\n"))
 
 

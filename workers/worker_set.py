@@ -276,7 +276,7 @@ def _ranks(
 
 def _resources(config: Config, role: WorkerRole) -> Resources:
     own = config.resources[role]
-    return Resources(own.cpus, own.gpus, own.threads)
+    return Resources(own.cpus, own.num_gpus, own.threads)
 
 
 def _silence_s(config: Config) -> float:

@@ -120,19 +120,19 @@ def rank_memory(
     value_bytes: int,
     stabilizer_bytes: float = 0.0,
     adapter: int | None = None,
-    has_reference: bool = False,
+    keeps_reference: bool = False,
 ) -> Memory:
     """Memory of one of `shards` ranks that train a model together, at the moment of the most within a step.
 
     `value_bytes` are those of one number of the type that the model computes in; `stabilizer_bytes` those that the
     stabilizer keeps per trained parameter. The gradients of earlier micro-batches of the update are there. `adapter`
     is the number of parameters of an adapter that is trained instead of the model; its activations, few numbers per
-    position and layer, are left out. `has_reference`: the rank keeps the weights of a reference beside its own.
+    position and layer, are left out. `keeps_reference`: the rank keeps the weights of a reference beside its own.
     """
     own = -(-(sizes.parameters if adapter is None else adapter) // shards)
     frozen = 0 if adapter is None else value_bytes * -(-sizes.parameters // shards)
     state = Memory(
-        weights=MASTER_BYTES * own * (1 + has_reference) + frozen,
+        weights=MASTER_BYTES * own * (1 + keeps_reference) + frozen,
         gradients=MASTER_BYTES * own,
         optimizer=round((2 * MASTER_BYTES + stabilizer_bytes) * own),
     )

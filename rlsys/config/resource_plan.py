@@ -120,4 +120,4 @@ def _reward(config: Config) -> Role:
 
 def _role(config: Config, role: WorkerRole, count: int, name: str = "") -> Role:
     own = config.resources[role]
-    return Role(name or role, count, own.cpus, own.gpus)
+    return Role(name or role, count, own.cpus, own.num_gpus)

@@ -82,12 +82,17 @@ class WorkerResources(Section):
 
     cpus: Annotated[float, Field(ge=0, le=10_000)] = 1.0
     """CPUs that Ray reserves for one worker."""
-    gpus: Annotated[float, Field(ge=0, le=10_000)] = 0.0
-    """GPUs that Ray reserves for one worker; a part such as 0.5 for one that shares its GPU. If no role sets them, in a
-    run that starts its own cluster: one for each rank, the reference, and each shard of a replica, if there are
-    enough."""
+    gpus: Annotated[float, Field(ge=0, le=10_000)] | None = None
+    """GPUs that Ray reserves for one worker; a part such as 0.5 for one that shares its GPU. None: 0. If no role sets
+    them, in a run that starts its own cluster: one for each rank, the reference, and each shard of a replica, if there
+    are enough."""
     threads: Count = 1
     """CPU threads for maths of one worker."""
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs of one worker; 0 where none are set."""
+        return self.gpus or 0.0
 
 
 def _of_all_roles(given: dict[WorkerRole, WorkerResources]) -> dict[WorkerRole, WorkerResources]:

@@ -88,7 +88,7 @@ def _early_ends_have_rewards(rollout: RolloutSection, reward: RewardSection) -> 
 
 
 def _gpus_suit_engine(resources: Resources, rollout: RolloutSection) -> Iterator[Problem]:
-    gpus, shards = resources["rollout"].gpus, rollout.tensor_parallel
+    gpus, shards = resources["rollout"].num_gpus, rollout.tensor_parallel
     if isinstance(rollout.engine, ServerSection):
         if gpus:
             yield ("resources", "rollout", "gpus"), "the server has the GPUs: set 0"
@@ -130,7 +130,7 @@ def _server_takes_what_is_trained(rollout: RolloutSection, train: TrainSection) 
 
 
 def _experts_are_recorded(resources: Resources, rollout: RolloutSection, train: TrainSection) -> Iterator[Problem]:
-    if train.routing_replay and not resources["rollout"].gpus and _is_vllm(rollout):
+    if train.routing_replay and not resources["rollout"].num_gpus and _is_vllm(rollout):
         text = "vllm records no experts on a CPU: set rollout.engine to local, or resources.rollout.gpus"
         yield ("train", "routing_replay"), text
 

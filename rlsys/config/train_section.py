@@ -124,7 +124,7 @@ class SyncSection(Section):
     """A reference that follows the policy: after every `every` steps it becomes `mixup * policy + (1 - mixup) *
     reference` (arXiv:2404.09656)."""
 
-    every: Count = 512
+    every: PositiveInt = 512
     """Steps from one synchronization to the next."""
     mixup: PositiveFraction = 0.6
     """Share of the policy in the new weights of the reference; 1 copies the policy."""

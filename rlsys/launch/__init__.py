@@ -13,7 +13,7 @@ from rlsys.launch.offline_commands import evaluate, export, inspect_data, push, 
 from rlsys.launch.policy_serving import serve
 from rlsys.launch.preflight import look_up, with_steps
 from rlsys.launch.reward_trial import try_rewards
-from rlsys.launch.train_run import TrainResult
+from rlsys.launch.train_run import TrainResult, check_can_begin
 from rlsys.launch.try_workflow import Tried, config_to_try, try_workflow
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Run",
     "TrainResult",
     "Tried",
+    "check_can_begin",
     "config_to_try",
     "evaluate",
     "export",

@@ -39,12 +39,12 @@ def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Confi
     folder nor on the hub, or of a kind that cannot be trained.
     """
     config = with_gpus(config, num_local_gpus(config))
-    has_gpus = bool(config.resources["actor"].gpus or config.resources["rollout"].gpus)
-    if has_gpus and not config.policies and _missing(config) and _has_model(config):
+    has_gpus = bool(config.resources["actor"].num_gpus or config.resources["rollout"].num_gpus)
+    if not config.policies:
         config = _with(config, _resumed_values(config))
-        if missing := _missing(config):
-            check_architectures(config)
-            config = _with(config, _of_gpus(config, missing, gpu_memory))
+    if has_gpus and not config.policies and (missing := _missing(config)) and _has_model(config):
+        check_architectures(config)
+        config = _with(config, _of_gpus(config, missing, gpu_memory))
     return as_in(config, config)
 
 
@@ -53,7 +53,7 @@ def with_gpus(config: Config, num_gpus: int) -> Config:
     GPUs are enough for all of them, and no key says how many any of them takes."""
     shards = 0 if isinstance(config.rollout.engine, ServerSection) else config.rollout.tensor_parallel
     gpus: dict[str, int] = {"actor": 1, "critic": 1, "reference": 1, "rollout": shards}
-    if config.policies or any("gpus" in config.resources[role].model_fields_set for role in MODEL_ROLES):
+    if config.policies or any(config.resources[role].gpus is not None for role in MODEL_ROLES):
         return config
     resources = {
         role: own.model_copy(update={"gpus": float(gpus[role])}) if role in MODEL_ROLES else own
@@ -65,13 +65,12 @@ def with_gpus(config: Config, num_gpus: int) -> Config:
 
 def num_local_gpus(config: Config) -> int:
     """Return the number of GPUs of this machine; 0 for a run that joins a cluster, which may have others."""
-    from workers.ray.cluster import starts_local
-
-    if not has_nvidia_driver() or not starts_local(config.ray_address):
+    if not has_nvidia_driver():
         return 0
     from workers.model.memory_counts import num_gpus
+    from workers.ray.cluster import starts_local
 
-    return num_gpus()
+    return num_gpus() if starts_local(config.ray_address) else 0
 
 
 def as_in(other: Config, config: Config) -> Config:
@@ -115,7 +114,7 @@ def _of_gpus(config: Config, missing: set[str], gpu_memory: int | None) -> dict[
     """Values of these keys on GPUs."""
     from workers.model.memory_counts import memory_of_gpu
 
-    gpus = {role: own.gpus for role, own in config.resources.items()}
+    gpus = {role: own.num_gpus for role, own in config.resources.items()}
     memory = gpu_memory or memory_of_gpu()
     longest = max(MOST_MICRO_BATCH_TOKENS, config.max_context_tokens)
     counted = _with(config, {"micro_batch_tokens": longest})  # counts are exact at these positions

@@ -259,7 +259,8 @@ def torch_build(facts: Facts) -> Finding:
         return Finding("warn", f"torch {version} is a CUDA build, and this machine has no NVIDIA driver", SETUP)
     if facts.has_nvidia_driver:
         keys = "resources.actor.gpus and resources.rollout.gpus"
-        return Finding("ok", f"torch {version}; each worker takes a GPU if there are enough, else as {keys} say")
+        use = f"a run that starts its own cluster takes one GPU for each worker if there are enough; else set {keys}"
+        return Finding("ok", f"torch {version}; {use}")
     return Finding("ok", f"torch {version}")
 
 

@@ -146,7 +146,8 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
     `ModelError` for a model whose configuration cannot be read.
     """
     memory = parsed_size(gpu_memory) if gpu_memory is not None else None
-    config = with_gpus(config, num_local_gpus(config) if gpus is None else gpus)
+    if config.ray_address is None:  # a run that joins a cluster says how many its workers take
+        config = with_gpus(config, num_local_gpus(config) if gpus is None else gpus)
     resources = plan_of(config)
     reserved = resources.num_gpus
     if gpus is not None and not reserved:
@@ -227,7 +228,7 @@ class NearestPlan:
             )
 
     def _sampling_choices(self, settings: MemorySettings) -> Iterator[MemorySettings]:
-        is_sharded = self._config.resources["rollout"].gpus >= 1 and engine_of(self._config) == "vllm"
+        is_sharded = self._config.resources["rollout"].num_gpus >= 1 and engine_of(self._config) == "vllm"
         heads = self._workers.sizes(self._config.model.path).heads
         counts = _doublings(settings.tensor_parallel, MOST_SHARDS)
         shards = [n for n in counts if is_sharded and heads % n == 0] or [settings.tensor_parallel]

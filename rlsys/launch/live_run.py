@@ -29,6 +29,7 @@ from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.earlier_runs import with_models_of_runs
 from rlsys.launch.notebook_chart import ChartSink, is_notebook
 from rlsys.launch.offline_commands import evaluate, evaluate_initial, export_once
+from rlsys.launch.preflight import check_is_kept
 from rlsys.launch.train_run import Stopping, TrainResult, train_job
 from rlsys.loop.checkpoint import find_latest
 from rlsys.loop.evaluation import EvalMetrics
@@ -58,7 +59,9 @@ def train(
     `reward` replaces `reward.fn`: a function, the name of one, or a list of those, whose values are summed. `data` and
     `eval_data` replace `data.path` and `eval.data`; they are saved below `run.folder`, so that the run can be resumed.
     `on_step` is called after each step; only its first error is reported, and training goes on. `progress` shows the
-    run on stderr, in a notebook as a chart too. A notebook's running event loop does not matter.
+    run on stderr, in a notebook as a chart too. A notebook's running event loop does not matter. Unless the program has
+    called `ray.init` itself, a call of Ray after the run needs that: Ray's default, to join any cluster that it finds,
+    is off in this process from now on.
 
     Ctrl-C once finishes the step, saves, and raises `Interrupted`; twice exits at once. Raises the `RlsysError` that
     ended the run, after writing it to the run directory.
@@ -200,7 +203,9 @@ def _functions(reward: RewardGiven) -> str | list[dict[str, str]]:
 
 
 def saved_rows(config: Config, rows: Rows) -> Path:
-    """Write rows to a file below `run.folder`, named after their content, and return it. Raises `DataError`."""
+    """Write rows to a file below `run.folder`, named after their content, and return it. Raises `DataError`, or
+    `ConfigError` for a folder that will be deleted."""
+    check_is_kept(config.run.folder)
     lines: list[bytes] = []
     is_columnar = hasattr(rows, "column_names")  # a data set of the `datasets` library, which is not imported here
     for number, row in enumerate(rows, 1):

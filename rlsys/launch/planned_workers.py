@@ -86,7 +86,7 @@ class PlannedWorkers:
 
     def num_gpus(self, workers: Iterable[WorkerMemory]) -> float:
         """GPUs that these workers reserve, and those of the rewards, whose memory is not planned."""
-        rewards = self._config.reward.workers * self._config.resources["reward"].gpus
+        rewards = self._config.reward.workers * self._config.resources["reward"].num_gpus
         return rewards + sum(worker.count * worker.num_gpus for worker in workers)
 
     def published_bytes(self, settings: MemorySettings) -> int:
@@ -114,7 +114,7 @@ class PlannedWorkers:
         resources, columns = config.resources, config.algorithm.columns
         num_ranks = settings.mesh.num_ranks
         memory, remark = self._rank(config, settings, is_critic=False)
-        yield replace(self._worker("actor rank", num_ranks, resources["actor"].gpus, memory), remark=remark)
+        yield replace(self._worker("actor rank", num_ranks, resources["actor"].num_gpus, memory), remark=remark)
         if config.has_reference:
             memory = frozen_memory(
                 self.sizes(config.reference_path),
@@ -122,10 +122,10 @@ class PlannedWorkers:
                 positions=settings.micro_batch_tokens,
                 value_bytes=VALUE_BYTES[settings.dtype],
             )
-            yield self._worker("reference", 1, resources["reference"].gpus, memory)
+            yield self._worker("reference", 1, resources["reference"].num_gpus, memory)
         if Column.VALUES in columns:
             memory, remark = self._rank(config, settings, is_critic=True)
-            yield replace(self._worker("critic rank", num_ranks, resources["critic"].gpus, memory), remark=remark)
+            yield replace(self._worker("critic rank", num_ranks, resources["critic"].num_gpus, memory), remark=remark)
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> tuple[Memory, str]:
         """Return the memory of a rank on its device, and a remark about the host's."""
@@ -145,7 +145,7 @@ class PlannedWorkers:
             value_bytes=VALUE_BYTES[settings.dtype],
             stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
             adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
-            has_reference=config.reference.sync is not None and not is_critic,
+            keeps_reference=config.reference.sync is not None and not is_critic,
         )
         if not settings.offload:
             return memory, ""
@@ -176,7 +176,7 @@ class PlannedWorkers:
         """Memory of one engine of a replica, on each of its devices."""
         sizes, value_bytes = self.sizes(config.model.path), VALUE_BYTES[settings.dtype]
         forward, context = self._forward(config.model.path, settings), config.max_context_tokens
-        if engine_of(config) == "vllm" and config.resources["rollout"].gpus:
+        if engine_of(config) == "vllm" and config.resources["rollout"].num_gpus:
             return blocks_memory(
                 sizes,
                 forward,
@@ -216,7 +216,7 @@ class PlannedWorkers:
 
     def replica_gpus(self, settings: MemorySettings) -> float:
         config = self._config
-        return config.resources["rollout"].gpus * settings.tensor_parallel / config.rollout.tensor_parallel
+        return config.resources["rollout"].num_gpus * settings.tensor_parallel / config.rollout.tensor_parallel
 
     def _worker(self, name: str, count: int, num_gpus: float, memory: Memory) -> WorkerMemory:
         limit = round(USABLE * self._gpu_memory * min(1.0, num_gpus)) if num_gpus else None
@@ -264,4 +264,4 @@ def engine_of(config: Config) -> Literal["local", "vllm", "vllm_server"]:
     if rollout.engine_name != "auto":
         return rollout.engine_name
     fits_vllm = config.resident_versions == 1 or config.train.lora is not None
-    return "vllm" if rollout.tensor_parallel > 1 or (config.resources["rollout"].gpus and fits_vllm) else "local"
+    return "vllm" if rollout.tensor_parallel > 1 or (config.resources["rollout"].num_gpus and fits_vllm) else "local"

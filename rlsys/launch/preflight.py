@@ -337,18 +337,19 @@ def _check_data_sources(key: str, tasks: Sequence[Task], config: Config, source:
         )
 
 
+def check_is_kept(folder: Path) -> None:
+    """Raise `ConfigError` for a relative `run.folder` in the package of a submitted job, which Ray deletes."""
+    if PACKAGES in str(Path.cwd()) and not folder.is_absolute():
+        raise ConfigError(
+            f"run.folder: {folder} lies in the folder to which Ray unpacked this job, and Ray deletes that: give an "
+            "absolute path that every node sees"
+        )
+
+
 def with_absolute_paths(config: Config) -> Config:
     """Copy of the configuration with absolute paths, because workers run in another folder, and with the text of the
-    chat template, so that a resume has the same one.
-
-    Raises `ConfigError` for a relative `run.folder` in the package of a submitted job, which Ray deletes.
-    """
+    chat template, so that a resume has the same one."""
     path = config.data.path
-    if PACKAGES in str(Path.cwd()) and not config.run.folder.is_absolute():
-        raise ConfigError(
-            f"run.folder: {config.run.folder} lies in the folder to which Ray unpacked this job, and Ray deletes that: "
-            "give an absolute path that every node sees"
-        )
     update: dict[str, object] = {
         "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
         "reward": config.reward.with_absolute_paths(),

@@ -159,10 +159,9 @@ def train_job(
     """Run one training job; see `rlsys.train`. `sinks` get the events of the run, `stopping` may end it earlier."""
     began = time.monotonic()
     ensure_not_shadowed()
+    check_can_begin(config)
     config = preflight.with_absolute_paths(with_models_of_runs(config))
     config = with_device_defaults(preflight.with_steps(config))
-    run_folder.check_run_dir(config)
-    check_trackers(config)
     owns = config.trained_policies if config.policies else {POLICY: config}
     if not config.run_dir.is_dir():
         for own in owns.values():
@@ -182,6 +181,14 @@ def train_job(
             with job.end_emitted():
                 run_to_end(lambda: job.train_in_cluster(stopping or Stopping()))
     return job.result
+
+
+def check_can_begin(config: Config) -> None:
+    """Raise `ConfigError` if the run's folder is of another kind of run, or will be deleted, or a tracker needs a
+    missing package."""
+    preflight.check_is_kept(config.run.folder)
+    run_folder.check_run_dir(config)
+    check_trackers(config)
 
 
 def check_trackers(config: Config) -> None:

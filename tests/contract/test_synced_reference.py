@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithm import Column
+from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import NO_SAVINGS, MemorySavings, SyncSection
 from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
@@ -35,6 +36,8 @@ class Job:
     scores: bool = True
     savings: MemorySavings = NO_SAVINGS
     dtype: Literal["float32", "bfloat16"] = "float32"
+    mesh: MeshSection | None = None
+    """None: `shard`, over all ranks."""
     load: Path | None = None
     save: Path | None = None
 
@@ -50,6 +53,7 @@ class Done:
 
 
 def do(job: Job, ranks: RankGroup) -> Done:
+    ranks = ranks.with_mesh(job.mesh) if job.mesh else ranks
     backend = FsdpBackend(
         job.model_path, SETTINGS, ranks, sync=job.sync, savings=job.savings, dtype=job.dtype, probe_length=4
     )
@@ -57,8 +61,8 @@ def do(job: Job, ranks: RankGroup) -> Done:
         backend.load(job.load)
     weights, columns = [backend.full_weights(torch.float32)], [_column(backend, ranks)] if job.scores else []
     for _ in range(job.num_steps):
-        plan, payloads = planned(backend.step, ranks.num_ranks, PLAIN)
-        backend.train_step(plan[ranks.rank], data_of(payloads), PLAIN, distribution=SAMPLED)
+        plan, payloads = planned(backend.step, ranks.mesh.num_batches, PLAIN)
+        backend.train_step(plan[ranks.batch], data_of(payloads), PLAIN, distribution=SAMPLED)
         weights.append(backend.full_weights(torch.float32))
         columns += [_column(backend, ranks)] if job.scores else []
     if job.save:
@@ -67,16 +71,16 @@ def do(job: Job, ranks: RankGroup) -> Done:
 
 
 def _column(backend: FsdpBackend, ranks: RankGroup) -> Any:
-    plan, payloads = planned(0, ranks.num_ranks, PLAIN)
-    return backend.reference(plan[ranks.rank], data_of(payloads), Column.REFERENCE_LOGPROBS, distribution=SAMPLED)
+    plan, payloads = planned(0, ranks.mesh.num_batches, PLAIN)
+    return backend.reference(plan[ranks.batch], data_of(payloads), Column.REFERENCE_LOGPROBS, distribution=SAMPLED)
 
 
-def column_of(weights: Weights, model_path: str, rank: int, num_ranks: int) -> list[Any]:
+def column_of(weights: Weights, model_path: str, batch: int, num_batches: int) -> list[Any]:
     """The same logprobs by a plain model."""
     model = load_model(model_path, torch.float32)
     model.load_state_dict(weights, strict=False)
-    plan, payloads = planned(0, num_ranks, PLAIN)
-    batches = [data_of(payloads).micro_batch(micro_batch) for micro_batch in plan[rank].micro_batches]
+    plan, payloads = planned(0, num_batches, PLAIN)
+    batches = [data_of(payloads).micro_batch(micro_batch) for micro_batch in plan[batch].micro_batches]
     with torch.no_grad():
         return [trained_logprobs(model, batch, SAMPLED)[0].numpy() for batch in batches]
 
@@ -90,22 +94,39 @@ def followed(weights: list[Weights], sync: SyncSection) -> list[Weights]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_reference_follows_the_policy_by_the_formula(
-    num_ranks: int, two_ranks: JoinedRanks, model_path: str
-) -> None:
-    job = Job(model_path=model_path, num_steps=4)
-    done = [do(job, RankGroup())] if num_ranks == 1 else two_ranks(do, job)
-    references = followed(done[0].weights, SYNC)
-    for rank, of_rank in enumerate(done):
+LAYOUTS = {
+    "one rank": (None, NO_SAVINGS),
+    "shard": (MeshSection(shard=2), NO_SAVINGS),
+    "offload": (MeshSection(shard=2), MemorySavings(offload=True, gather_weights="update")),
+    "tensor": (MeshSection(tensor=2), NO_SAVINGS),
+    "context": (MeshSection(context=2), NO_SAVINGS),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_reference_follows_the_policy_by_the_formula(layout: str, two_ranks: JoinedRanks, model_path: str) -> None:
+    mesh, savings = LAYOUTS[layout]
+    job = Job(model_path=model_path, num_steps=4, mesh=mesh, savings=savings)
+    done = two_ranks(do, job) if mesh else [do(job, RankGroup())]
+    references, num_batches = followed(done[0].weights, SYNC), mesh.num_batches if mesh else 1
+    for batch, of_rank in enumerate(done[:num_batches]):
         for reference, column in zip(references, of_rank.columns, strict=True):
-            expected = column_of(reference, model_path, rank, num_ranks)
+            expected = column_of(reference, model_path, batch, num_batches)
             assert len(column) == len(expected)
             for one, plain in zip(column, expected, strict=True):
                 np.testing.assert_allclose(one, plain, rtol=0, atol=1e-5)
     first, second, third = (np.concatenate(done[0].columns[step]) for step in (0, 1, 2))
     assert (first == second).all(), "it stays as it is between synchronizations"
     assert abs(second - third).max() > 1e-2, "the test sees a synchronization"
+
+
+def test_a_model_is_exported_without_the_reference_that_followed_it(model_path: str, tmp_path: Path) -> None:
+    do(Job(model_path=model_path, num_steps=2, save=tmp_path), RankGroup())
+    plain = FsdpBackend(model_path, SETTINGS, RankGroup())
+    plain.load_weights(tmp_path)
+    without = FsdpBackend(model_path, SETTINGS, RankGroup())
+    without.load(tmp_path)  # and `reference.sync` may be taken back
+    assert differing(plain.full_weights(torch.float32), without.full_weights(torch.float32)) == []
 
 
 @pytest.mark.parametrize("savings", [MemorySavings(), MemorySavings(offload=True, gather_weights="update")])

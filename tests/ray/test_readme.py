@@ -22,7 +22,7 @@ def test_the_run_that_the_readme_shows_prints_what_it_shows(model_path, tmp_path
     (tmp_path / MODEL).parent.mkdir(parents=True)
     (tmp_path / MODEL).symlink_to(model_path)
     dry, train, export = [command for command in commands() if "rlsys" in command]
-    assert "20 steps of 48 samples" in called(dry, tmp_path)
+    assert "found what 20 steps in runs/mine need" in called(dry, tmp_path)
     shown = called(train, tmp_path)
     for line in printed.splitlines():
         assert re.search(pattern_of(line), shown), f"{line!r} is not in\n{shown}"

@@ -53,6 +53,7 @@ from workers.train.optimizer import (
 )
 from workers.train.rank_group import RankGroup, in_processes
 from workers.train.reference_worker import ReferenceWorker
+from workers.train.sharded import REFERENCE as PART_OF_REFERENCE
 from workers.train.state_files import load_state
 from workers.train.step_data import Part, RankStep, Score, mismatched_column
 from workers.train.value_model import CriticBackend, load_value_model
@@ -117,11 +118,11 @@ def models_on_gpu(config: Config) -> frozenset[str]:
     """Models of a step that the run has on GPUs, by its sections `train`, `critic` and `reference`."""
     columns = config.algorithm.columns
     is_on_gpu = {
-        POLICY: config.resources["actor"].gpus > 0,
-        CRITIC: Column.VALUES in columns and config.resources["critic"].gpus > 0,
+        POLICY: config.resources["actor"].num_gpus > 0,
+        CRITIC: Column.VALUES in columns and config.resources["critic"].num_gpus > 0,
         REFERENCE: config.has_reference
         and Column.REFERENCE_MISMATCHED in columns
-        and config.resources["reference"].gpus > 0,
+        and config.resources["reference"].num_gpus > 0,
     }
     return frozenset(model for model, is_there in is_on_gpu.items() if is_there)
 
@@ -252,7 +253,7 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
     Raises `ModelError`, `CheckpointError` or `DataError`.
     """
     torch.set_num_threads(config.resources["actor"].threads)
-    device = torch.device("cuda" if config.resources["actor"].gpus and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if config.resources["actor"].num_gpus and torch.cuda.is_available() else "cpu")
     algorithm, records = config.algorithm, read_groups(folder / GROUPS)
     plan = plan_batch(
         [record.group for record in records],
@@ -269,7 +270,7 @@ def replay(config: Config, folder: Path, failed: FailedStep) -> ReplayedStep:
     trained = critic if is_critic else _policy(config, folder, device)
     assert trained is not None, "a critic that failed is in a run whose algorithm reads values"
     data = StepData([record.episodes for record in records], [{}] * len(records))
-    columns = _columns(config, plan, data, failed.columns, device, critic)
+    columns = _columns(config, folder, plan, data, failed.columns, device, critic)
     step = RankStep(
         plan=plan, data=data.with_columns(columns), algorithm=algorithm, version=failed.version, device=device
     )
@@ -316,10 +317,18 @@ def _critic(config: Config, folder: Path, device: torch.device) -> _Trained:
     return _Trained("critic", model, lambda batch: (model(batch), None), config.algorithm.value_loss)
 
 
-def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Config) -> None:
-    """Load weights, then cast those of `computing` as mixed precision does: values computed from positions stay in
-    fp32."""
-    load_state({"model": trained_parameters(model)}, folder, num_ranks=1)
+def _reference(config: Config, folder: Path, device: torch.device) -> PreTrainedModel:
+    if config.reference.sync is None:
+        return load_model(config.reference_path, getattr(torch, config.dtype), device)
+    model = load_model(config.reference_path, torch.float32, device)
+    _restore(model, folder / ACTOR, model, config, PART_OF_REFERENCE)
+    return model
+
+
+def _restore(model: nn.Module, folder: Path, computing: nn.Module, config: Config, part: str = "model") -> None:
+    """Load the weights in a part of a checkpoint, then cast those of `computing` as mixed precision does: values
+    computed from positions stay in fp32."""
+    load_state({part: trained_parameters(model)}, folder, num_ranks=1)
     for parameter in computing.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.dtype))
 
@@ -336,6 +345,7 @@ def _scores(model: nn.Module, config: Config, *, entropy_has_gradient: bool = Fa
 
 def _columns(
     config: Config,
+    folder: Path,
     plan: RankPlan,
     data: StepData,
     kinds: Iterable[Column],
@@ -346,7 +356,7 @@ def _columns(
     wanted = set(kinds)
     made: dict[Column, Callable[[MicroBatchPlan], Tensor]] = {}
     if wanted & {Column.REFERENCE_LOGPROBS, Column.REFERENCE_MISMATCHED}:
-        score = _scores(load_model(config.reference_path, getattr(torch, config.dtype), device), config)
+        score = _scores(_reference(config, folder, device), config)
         made[Column.REFERENCE_LOGPROBS] = lambda one: score(data.micro_batch(one).to(device))[0]
         made[Column.REFERENCE_MISMATCHED] = lambda one: mismatched_column(data, one, plan.partners, score, device)
     if critic is not None:

@@ -38,7 +38,7 @@ async def live_policies(config: Config) -> AsyncIterator[Mapping[str, RoutedPoli
             rollout = run.rollout
             codec = TextTokenizer.load(run.model.path, rollout.chat.with_text())
             spec = replace(EngineSpec.of(run), engine="local", tensor_parallel=1)
-            device = torch.device("cuda" if run.resources["rollout"].gpus and torch.cuda.is_available() else "cpu")
+            device = torch.device("cuda" if run.resources["rollout"].num_gpus and torch.cuda.is_available() else "cpu")
             engine = await start_engine(
                 spec, "local", stop_token_ids=codec.stop_ids, decode=codec.decode, device=device, worker=NAME
             )

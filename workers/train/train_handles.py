@@ -268,7 +268,7 @@ class SavedRanks:
 
 
 class ActorHandle(RanksHandle[ActorRank]):
-    """Implements `Actor`, and `StepAnnotator` for the reference if it trains an adapter."""
+    """Implements `Actor`, and `StepAnnotator` for the reference if it is its own."""
 
     pair_cost = 0.0
     recorder: RecorderHandle | None = None
@@ -286,7 +286,7 @@ class ActorHandle(RanksHandle[ActorRank]):
             self.pair_cost = await self._ranks[0].call(ActorRank.pair_cost)
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
-        """Compute a column of the fetched data under the frozen base of the adapter."""
+        """Compute a column of the fetched data with the reference."""
         return await self._column(ActorRank.reference, plan, column)
 
     async def publish(self, version: PolicyVersion) -> Published:

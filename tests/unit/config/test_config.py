@@ -281,7 +281,7 @@ def test_a_wrong_value_is_refused(tmp_path: Path, override: str, message: str):
         ("limits.group_s=1e300", "limits.group_s: input should be less than or equal to 1000000000"),
         (f"run.seed=1{'0' * 400}", "run.seed: should be a number of at most 92233720368"),
         ("train.lora={rank: 1000000000000000000}", "train.lora.rank: input should be less than or equal to 4096"),
-        ("reference.sync={every: 0}", "reference.sync.every: input should be greater than or equal to 1"),
+        ("reference.sync={every: 0}", "reference.sync.every: input should be greater than 0"),
         ("reference.sync={mixup: 0}", "reference.sync.mixup: input should be greater than 0"),
         ("reference.sync={mixup: 1.5}", "reference.sync.mixup: input should be less than or equal to 1"),
         ("train.mesh.shard=20000", "train.mesh.shard: input should be less than or equal to 10000"),

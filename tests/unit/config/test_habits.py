@@ -86,7 +86,7 @@ def test_a_grpo_configuration_of_verl_is_converted(tmp_path: Path):
     assert (config.rollout.tensor_parallel, config.rollout.vllm_args) == (2, {"gpu_memory_utilization": 0.6})
     assert (config.run.name, config.checkpoint.every, config.eval.every, config.run.epochs) == ("my-8b", 20, 5, 15)
     assert (config.rollout.replicas, config.train.mesh.shard, config.train.weight_decay) == (4, 7, 0.01)
-    assert {role: config.resources[role].gpus for role in ("actor", "rollout", "reference", "critic")} == {
+    assert {role: config.resources[role].num_gpus for role in ("actor", "rollout", "reference", "critic")} == {
         "actor": 1, "rollout": 2, "reference": 1, "critic": 0,
     }  # fmt: skip
     assert "# look at: 16 GPUs: 8 for replicas, 7 for ranks that train, 1 for the reference" in shown
@@ -106,6 +106,7 @@ def test_a_ppo_configuration_of_dotted_keys_is_converted(tmp_path: Path):
 @pytest.mark.parametrize(
     ("theirs", "sync"),
     [
+        ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 20_000}, SyncSection(every=20_000, mixup=0.6)),
         ({"sync_ref_model": True, "beta": 0.1}, SyncSection(every=512, mixup=0.6)),
         ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 64}, SyncSection(every=64, mixup=0.6)),
         ({"sync_ref_model": True, "beta": 0.0}, None),
@@ -114,8 +115,11 @@ def test_a_ppo_configuration_of_dotted_keys_is_converted(tmp_path: Path):
 )
 def test_a_reference_follows_the_policy_as_in_trl(theirs: dict[str, Any], sync: SyncSection | None, tmp_path: Path):
     given = {"model_name_or_path": "my-org/my-1b", "dataset_name": "my-org/sums", "num_generations": 8, **theirs}
-    config, _ = converted(tmp_path, "grpo.json", json.dumps(given | {"max_steps": 5}))
+    config, shown = converted(tmp_path, "grpo.json", json.dumps(given | {"max_steps": 5}))
     assert config.reference.sync == sync
+    assert "# look at: sync_ref_model" not in shown and "# look at: ref_model" not in shown
+    unused = [key for key in theirs if key != "beta" and theirs[key] and sync is None]
+    assert all(f"# without effect: {key}: " in shown for key in unused)
 
 
 def test_arguments_of_trl_are_converted(tmp_path: Path):

@@ -56,7 +56,7 @@ def test_a_stabilizer_counts_with_the_optimizer():
 
 def test_a_reference_that_follows_the_policy_is_a_second_set_of_weights():
     without, with_one = (
-        rank_memory(SIZES, STEP, shards=2, positions=1, value_bytes=2, has_reference=has) for has in (False, True)
+        rank_memory(SIZES, STEP, shards=2, positions=1, value_bytes=2, keeps_reference=has) for has in (False, True)
     )
     assert with_one == replace(without, weights=2 * without.weights)
 

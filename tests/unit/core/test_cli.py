@@ -201,11 +201,19 @@ def test_a_local_path_without_run_or_model_is_refused(tmp_path: Path, target: st
     assert str(done.exception) == f"{target} {reason}"
 
 
-def test_a_dry_run_tries_the_reward_and_says_that_nothing_is_missing(job: str):
+def test_a_dry_run_of_a_run_that_cannot_begin_ends_as_the_run_does(job: str, tmp_path: Path):
+    small_run(tmp_path / "runs" / "a")
+    keys = [f"run.folder={tmp_path}/runs", "run.name=a", "policies={p: {}, q: {train: null}}", "agents={lead: p, x: q}"]
+    done = CliRunner().invoke(app, ["train", job, "--dry-run", *keys])
+    assert isinstance(done.exception, ConfigError)
+    assert "contains a run of one policy, and this run has several" in str(done.exception)
+
+
+def test_a_dry_run_tries_the_reward_and_says_that_it_found_everything(job: str):
     done = CliRunner().invoke(app, ["train", job, "--dry-run"])
     first, last = done.stdout.splitlines()
     assert re.fullmatch(r"reward of the reply '5' to task '\w+': 1.0, exact 1", first)
-    assert last.startswith("nothing is missing for 5 steps in runs/run")
+    assert last == "found what 5 steps in runs/run need; `rlsys plan` shows what they take"
     printed = json.loads(CliRunner().invoke(app, ["train", job, "--dry-run", "--json"]).stdout)
     assert (printed["steps"], printed["lines"]) == (5, [first])
 

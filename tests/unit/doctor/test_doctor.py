@@ -58,7 +58,7 @@ def test_a_healthy_machine_has_nothing_to_mend():
 def test_a_machine_with_gpus_is_told_which_keys_use_them():
     versions = {**HEALTHY.versions, "torch": "2.13.0+cu130"}
     (finding,) = [
-        f for f in diagnose(replace(HEALTHY, has_nvidia_driver=True, versions=versions)) if "takes a GPU" in f.what
+        f for f in diagnose(replace(HEALTHY, has_nvidia_driver=True, versions=versions)) if "takes one GPU" in f.what
     ]
     assert finding.level == "ok" and "resources.actor.gpus and resources.rollout.gpus" in finding.what
 

@@ -12,6 +12,8 @@ from rlsys.config.resource_plan import plan_of
 from rlsys.errors import ConfigError
 from rlsys.launch.device_defaults import filled_keys, with_device_defaults, with_gpus
 from rlsys.launch.fitting import memory_plan
+from rlsys.launch.live_run import with_given
+from rlsys.launch.preflight import with_steps
 from rlsys.launch.run_folder import write_run_dir
 from tests.by_day import first_by_day
 
@@ -49,7 +51,7 @@ def test_on_cpus_the_defaults_are_constants_and_no_model_is_read(tmp_path: Path)
 
 
 def gpus_of(config: Config) -> dict[str, float]:
-    return {role: own.gpus for role, own in config.resources.items()}
+    return {role: own.num_gpus for role, own in config.resources.items()}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,29 @@ def test_workers_take_gpus_where_there_is_one_for_each(model: Path, overrides: t
     assert plan_of(on_gpus).num_gpus == needed
     assert with_gpus(given, needed - 1) == given
     assert {own.threads for own in on_gpus.resources.values()} == {own.threads for own in given.resources.values()}
+
+
+def test_a_run_of_epochs_or_with_rewards_of_a_program_takes_gpus_too(model: Path, tmp_path: Path):
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
+    config = config_of(model, f"data.path={tmp_path}/tasks.jsonl")
+    of_program = with_given(config, reward="exact", data=None, eval_data=None)
+    of_epochs = with_steps(Config.model_validate(config.model_dump() | {"run": {"epochs": 2}}))
+    for given in (of_program, of_epochs):
+        assert gpus_of(with_gpus(given, 2))["actor"] == 1
+
+
+def test_a_plan_of_a_run_that_joins_a_cluster_takes_no_gpus_by_default(model: Path):
+    with pytest.raises(ConfigError, match=r"^--gpus 8: no worker of this configuration reserves a GPU"):
+        memory_plan(config_of(model, "ray=auto"), gpus=8, gpu_memory="80GB")
+
+
+def test_a_resume_keeps_its_values_where_its_gpus_are_gone(model: Path):
+    first = with_device_defaults(config_of(model, *ON_GPUS), 80 * GB)
+    write_run_dir(first)
+    resumed = with_device_defaults(config_of(model, "run.resume=auto"), 80 * GB)
+    assert (resumed.dtype, resumed.slots, resumed.micro_batch_tokens) == (
+        first.dtype, first.slots, first.micro_batch_tokens
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["resources.rollout.gpus=0", "resources.actor.gpus=0.5"])

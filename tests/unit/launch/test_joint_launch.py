@@ -9,7 +9,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.errors import ConfigError
 from rlsys.launch import TrainResult, evaluate, train
-from rlsys.launch.preflight import with_absolute_paths
+from rlsys.launch.preflight import check_is_kept, with_absolute_paths
 from rlsys.launch.run_folder import checkpoint_of
 
 
@@ -43,8 +43,8 @@ def test_a_relative_folder_in_the_package_of_a_job_is_refused(tmp_path: Path):
         with pytest.raises(
             ConfigError, match=r"^run\.folder: runs lies in the folder .* absolute path that every node"
         ):
-            with_absolute_paths(Config.load([], needed))
-        with_absolute_paths(Config.load([], [*needed, "run.folder=/shared/runs"]))
+            train(Config.load([], needed))
+        check_is_kept(Path("/shared/runs"))
 
 
 def test_model_paths_become_absolute_and_hub_names_stay(tmp_path: Path):

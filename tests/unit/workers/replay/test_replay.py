@@ -78,13 +78,15 @@ def test_a_failed_step_without_its_configuration_is_refused(tmp_path: Path) -> N
 class Failed:
     """A run whose first step failed: three groups of a random model."""
 
-    def __init__(self, run: Path, algorithm: str = "kto", model: Literal["actor", "critic"] = "actor") -> None:
+    def __init__(
+        self, run: Path, algorithm: str = "kto", model: Literal["actor", "critic"] = "actor", more: Sequence[str] = ()
+    ) -> None:
         self.failing: Literal["actor", "critic"] = model
         self.update, self.num_updates = 0, 1
         self.folder = run / "failed" / "step_000001"
         self.folder.mkdir(parents=True)
         self.model = save_model(run / "model", tiny_qwen3())
-        keys = ["run.steps=1", f"model.path={self.model}", "data.path=d", f"algorithm.type={algorithm}"]
+        keys = ["run.steps=1", f"model.path={self.model}", "data.path=d", f"algorithm.type={algorithm}", *more]
         self.config = Config.load([], keys)
         (self.folder / CONFIG).write_text(self.config.to_yaml())
         rng = random.Random(0)
@@ -93,7 +95,8 @@ class Failed:
         self.assigned: list[Sequence[TrajectoryAdvantage]] = [
             *self.config.algorithm.finalize_advantages(self.groups, {}).groups
         ]
-        self.backend = FsdpBackend(self.model, OptimizerSettings(lr=1e-3, total_steps=10), RankGroup())
+        settings, sync = OptimizerSettings(lr=1e-3, total_steps=10), self.config.reference.sync
+        self.backend = FsdpBackend(self.model, settings, RankGroup(), sync=sync)
         self.critic = CriticBackend(self.model, OptimizerSettings(lr=1e-3, total_steps=10), RankGroup())
 
     def keep(self, payloads: Sequence[tuple[Episode, ...]] | None = None) -> Path:
@@ -118,6 +121,29 @@ class Failed:
         algorithm = replace(self.config.algorithm, variant="apo_zero_unpaired")  # pyrefly: ignore[unexpected-keyword]
         plan = plan_batch(self.groups, self.assigned, algorithm.aggregation, num_ranks=1, max_tokens=64)[0]
         return self.backend.train_step(plan, StepData(self.payloads, columns), algorithm, distribution=SAMPLED)["loss"]
+
+
+def losses_of(folder: Path) -> list[float]:
+    done = CliRunner().invoke(app, ["replay", str(folder), "--json"])
+    assert done.exit_code == 0, done.exception
+    return [sample["loss"] for sample in json.loads(done.stdout)["samples"]]
+
+
+def test_a_reference_that_followed_the_policy_is_that_of_the_step(tmp_path: Path) -> None:
+    other = load_model(save_model(tmp_path / "other", tiny_qwen3()), torch.float32)
+    for parameter in other.parameters():
+        parameter.data *= 0.5
+    other.save_pretrained(tmp_path / "other")
+    following = Failed(tmp_path / "a", more=["reference.sync={every: 1}"])
+    assert following.backend._reference is not None
+    for tensor in following.backend._reference.tensors.values():
+        tensor *= 0.5
+    frozen, of_other = (
+        Failed(tmp_path / n, more=[f"reference.path={p}"]) for n, p in (("b", "null"), ("c", tmp_path / "other"))
+    )
+    found, with_initial, with_other = (losses_of(each.keep()) for each in (following, frozen, of_other))
+    assert found == with_other
+    assert found != with_initial
 
 
 @pytest.fixture
