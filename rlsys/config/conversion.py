@@ -161,7 +161,7 @@ def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
         made.set("train.betas", [first, second])
         done |= {"adam_beta1", "adam_beta2"}
     _warm_up(made, theirs, "warmup_ratio", done)
-    _follow_policy(made, theirs, done)
+    _sync_reference(made, theirs, done)
     if (function := _our_function(made.get("reward.fn"))) is not None:
         made.tree["reward"]["fn"] = function
     if made.get("train.lora") is None and any(key.startswith("lora_") for key in theirs):
@@ -175,11 +175,12 @@ def _finish_trl(made: Conversion, theirs: Mapping[str, Any]) -> set[str]:
     return done
 
 
-def _follow_policy(made: Conversion, theirs: Mapping[str, Any], done: set[str]) -> None:
-    """Convert the keys of a reference that follows the policy, which have no effect without each other."""
+def _sync_reference(made: Conversion, theirs: Mapping[str, Any], done: set[str]) -> None:
+    """Convert the keys of a reference that follows the policy; without `sync_ref_model` and a `beta` they have no
+    effect."""
     keys = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
-    if theirs.get(keys[0]) is True and theirs.get("beta"):
-        every, mixup = theirs.get(keys[1], 512), theirs.get(keys[2], 0.6)
+    if theirs.get("sync_ref_model") is True and theirs.get("beta"):
+        every, mixup = theirs.get("ref_model_sync_steps", 512), theirs.get("ref_model_mixup_alpha", 0.6)
         made.set("reference.sync", {"every": every, "mixup": mixup})
     else:
         unused = [f"{key}: {theirs[key]}: only with sync_ref_model and beta" for key in keys if theirs.get(key)]

@@ -108,7 +108,7 @@ def _versions_have_room(rollout: RolloutSection, train: TrainSection) -> Iterato
 
 def _reference_follows_whole_weights(reference: ReferenceSection, train: TrainSection) -> Iterator[Problem]:
     if reference.sync is not None and train.lora is not None:
-        text = "should be null with train.lora: a mixture of two adapters is no mixture of what they do to the weights"
+        text = "should be null with train.lora: averages of adapters do not average their effects"
         yield ("reference", "sync"), text
 
 

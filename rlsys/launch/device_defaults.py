@@ -1,7 +1,7 @@
 """Defaults that follow from the device: GPUs of workers, `model.dtype`, `rollout.slots` and `train.micro_batch_tokens`.
 
-On CPUs they are constants. On GPUs they come from the model and the memory plan, once, when a run is started; its
-`config.resolved.yaml` has them, and a resume takes them from there.
+On CPUs they are constants. On GPUs they come from the model and the memory plan when a run is started. Its
+`config.resolved.yaml` has them. A resume takes all but the GPUs from there, which are counted again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rlsys.util.files import CONFIG
 
 MOST_SLOTS = 256
 MOST_MICRO_BATCH_TOKENS = 2**15
-MODEL_ROLES: tuple[WorkerRole, ...] = ("actor", "critic", "reference", "rollout")
 _SECTIONS = {"dtype": "model", "slots": "rollout", "micro_batch_tokens": "train"}
 """Section of each key."""
 
@@ -35,8 +34,8 @@ def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Confi
 
     Workers of a local cluster take the GPUs of this machine: see `with_gpus`. `gpu_memory` is that of each GPU, in
     bytes; None: that of this machine's. Where it is not known, where the model is not here, and for several policies,
-    the values are those of CPUs. Raises `ModelError` for a model that is neither a
-    folder nor on the hub, or of a kind that cannot be trained.
+    the values are those of CPUs. Raises `ModelError` for a model that is neither a folder nor on the hub, or of a kind
+    that cannot be trained.
     """
     config = with_gpus(config, num_local_gpus(config))
     has_gpus = bool(config.resources["actor"].num_gpus or config.resources["rollout"].num_gpus)
@@ -49,17 +48,17 @@ def with_device_defaults(config: Config, gpu_memory: int | None = None) -> Confi
 
 
 def with_gpus(config: Config, num_gpus: int) -> Config:
-    """Return the configuration with a GPU for each rank, for the reference, and for each shard of a replica, if so many
-    GPUs are enough for all of them, and no key says how many any of them takes."""
+    """Return the configuration with a GPU for each rank, for the reference, and for each shard of a replica.
+
+    It stays as it is if `num_gpus` are too few for all of them, if a key says how many one of them takes, and for
+    several policies.
+    """
     shards = 0 if isinstance(config.rollout.engine, ServerSection) else config.rollout.tensor_parallel
-    gpus: dict[str, int] = {"actor": 1, "critic": 1, "reference": 1, "rollout": shards}
-    if config.policies or any(config.resources[role].gpus is not None for role in MODEL_ROLES):
+    gpus: dict[WorkerRole, int] = {"actor": 1, "critic": 1, "reference": 1, "rollout": shards}
+    if config.policies or any(config.resources[role].gpus is not None for role in gpus):
         return config
-    resources = {
-        role: own.model_copy(update={"gpus": float(gpus[role])}) if role in MODEL_ROLES else own
-        for role, own in config.resources.items()
-    }
-    on_gpus = config.model_copy(update={"resources": resources})
+    own = {role: config.resources[role].model_copy(update={"gpus": float(count)}) for role, count in gpus.items()}
+    on_gpus = config.model_copy(update={"resources": config.resources | own})
     return on_gpus if plan_of(on_gpus).num_gpus <= num_gpus else config
 
 

@@ -1,4 +1,4 @@
-"""What a configuration takes, and the nearest configuration that fits: `rlsys plan`.
+"""Resources and memory of a configuration, and the nearest configuration that fits: `rlsys plan`.
 
 Models are counted from their configurations, and no weights are read. Which settings fit is then arithmetic. So the
 search looks at all values of the few keys that change memory, and takes the smallest change.

@@ -59,9 +59,9 @@ def train(
     `reward` replaces `reward.fn`: a function, the name of one, or a list of those, whose values are summed. `data` and
     `eval_data` replace `data.path` and `eval.data`; they are saved below `run.folder`, so that the run can be resumed.
     `on_step` is called after each step; only its first error is reported, and training goes on. `progress` shows the
-    run on stderr, in a notebook as a chart too. A notebook's running event loop does not matter. Unless the program has
-    called `ray.init` itself, a call of Ray after the run needs that: Ray's default, to join any cluster that it finds,
-    is off in this process from now on.
+    run on stderr, in a notebook as a chart too. A notebook's running event loop does not matter. After
+    the run, a call of Ray raises an error until the program calls `ray.init`; a program that has called it before keeps
+    its connection.
 
     Ctrl-C once finishes the step, saves, and raises `Interrupted`; twice exits at once. Raises the `RlsysError` that
     ended the run, after writing it to the run directory.

@@ -34,8 +34,8 @@ from rlsys.types import Task
 from rlsys.util.files import can_be_hub_name
 
 AnyRows = TypeVar("AnyRows", bound=RowsSection)
-PACKAGES = "/runtime_resources/working_dir_files/"
-"""Part of the path to which Ray unpacks the working directory of a job."""
+UNPACKED_JOBS = "/runtime_resources/working_dir_files/"
+"""Part of the path of each folder to which Ray unpacks the working directory of a job."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def _check_data_sources(key: str, tasks: Sequence[Task], config: Config, source:
 
 def check_is_kept(folder: Path) -> None:
     """Raise `ConfigError` for a relative `run.folder` in the package of a submitted job, which Ray deletes."""
-    if PACKAGES in str(Path.cwd()) and not folder.is_absolute():
+    if UNPACKED_JOBS in str(Path.cwd()) and not folder.is_absolute():
         raise ConfigError(
             f"run.folder: {folder} lies in the folder to which Ray unpacked this job, and Ray deletes that: give an "
             "absolute path that every node sees"

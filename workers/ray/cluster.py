@@ -190,8 +190,9 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
     one. Only processes on this machine that have its token can reach a new cluster.
 
     Raises `ConfigError` if the cluster at `address` cannot be joined, or its head does not answer within `ANSWER_S`;
-    `ClusterError` if no local one starts in two tries, or /dev/shm is full. From then on, a call of Ray outside of a
-    connection fails in this process: by default it joins any cluster that it finds.
+    `ClusterError` if no local one starts in two tries, or /dev/shm is full. From then on,
+    a call of Ray in this process raises an error while it is connected to no cluster; by default, Ray would join any
+    cluster that it finds.
     """
     if ray.is_initialized():
         return Cluster(is_ours=False)
