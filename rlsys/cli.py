@@ -1,5 +1,4 @@
-"""Command line: `rlsys train | plan | eval | export | replay | dashboard | tail | query | report |
-profile | simulate | config | data | workflow | doctor | algorithms`.
+"""Command line: `rlsys train`, and the other commands of `KINDS_OF_COMMANDS`.
 
 Every command is a thin layer over a function that Python can call too. An `RlsysError` becomes its message on stderr
 and its exit code; any other error is a bug and shows its traceback. Commands import their modules when they run, so
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 KINDS_OF_COMMANDS = {
     "Train": ("data", "workflow", "plan", "train", "eval"),
+    "On a cluster": ("submit", "logs", "stop"),
     "Look": ("dashboard", "tail", "query", "report", "replay"),
     "Share": ("export", "serve"),
     "Tools": ("doctor", "config", "convert", "algorithms", "simulate", "profile"),
@@ -88,6 +88,10 @@ GpuMemory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Memory of each, as 80GB; else that of this machine's GPU, or 80GB."),
 ]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The id that `rlsys submit` printed.")]
+JobServer = Annotated[
+    str | None, typer.Option(metavar="http://HEAD:8265", help="Else RAY_API_SERVER_ADDRESS or RAY_ADDRESS.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")]
 
 
@@ -129,6 +133,57 @@ def plan(job: Job, gpus: Gpus = None, gpu_memory: GpuMemory = None, as_json: AsJ
     planned = launch.memory_plan(launch.with_models_of_runs(config), gpus=gpus, gpu_memory=gpu_memory)
     _echo(planned.as_json(), planned.lines(), as_json=as_json)
     planned.check()
+
+
+@app.command(context_settings=OVERRIDES)
+def submit(
+    job: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE... [SECTION.KEY=VALUE]...", help="As those of `train`.")
+    ] = None,
+    address: JobServer = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Go on with the run of this job, from its newest checkpoint.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the job is submitted.")] = False,
+) -> None:
+    """Train on the cluster at ADDRESS, with a copy of the current folder; Ctrl-C leaves the job as it is."""
+    files, overrides = _split(job or [])
+    if bool(files) == bool(resume):
+        raise typer.BadParameter("give the FILE of a configuration, or --resume JOB")
+    from rlsys.launch import submission
+
+    if resume:
+        found = submission.resume(resume, overrides, address=address)
+    else:
+        found = submission.submit(files, overrides, address=address)
+    print_note(f"job {found}: `rlsys logs {found}` follows it, `rlsys stop {found}` lets it save and ends it")
+    if detach:
+        print_result(found)
+    else:
+        raise typer.Exit(_follow(found, address))
+
+
+@app.command()
+def logs(job: JobId, address: JobServer = None) -> None:
+    """Print what a submitted job has printed and prints, until it ends; the exit code is its own."""
+    raise typer.Exit(_follow(job, address))
+
+
+@app.command()
+def stop(job: JobId, address: JobServer = None) -> None:
+    """Let a submitted job finish its step and save; return when it has ended."""
+    from rlsys.launch import submission
+
+    if submission.stop(job, address=address):
+        _follow(job, address)
+    else:
+        print_note(f"job {job} has ended already")
+
+
+def _follow(job: str, address: str | None) -> int:
+    from rlsys.launch import submission
+
+    return submission.follow(job, lambda lines: print_result(lines.removesuffix("\n")), address=address)
 
 
 @app.command("eval", context_settings=OVERRIDES)

@@ -210,7 +210,7 @@ def _no_client(address: str) -> str:
     if address.startswith("ray://"):
         raise ValueError(
             "a driver must run inside the cluster, and ray:// is for programs outside: submit it with "
-            "`ray job submit --address http://HEAD:8265`, or start it on a node with ray=auto"
+            "`rlsys submit --address http://HEAD:8265`, or start it on a node with ray=auto"
         )
     return address
 

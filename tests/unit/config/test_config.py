@@ -204,7 +204,7 @@ algorithm: {type: grop}
 def test_an_address_of_ray_client_is_refused_with_the_ways_to_join(tmp_path: Path):
     _, problem = refusal(write(tmp_path, MINIMAL), overrides=("ray=ray://head:10001",))
     assert "ray: a driver must run inside the cluster" in problem
-    assert "`ray job submit --address http://HEAD:8265`" in problem
+    assert "`rlsys submit --address http://HEAD:8265`" in problem
 
 
 def test_whole_weights_beside_others_need_the_local_engine(tmp_path: Path):

@@ -1,0 +1,182 @@
+"""Jobs on a running cluster, over Ray's job server: submitted, followed, stopped.
+
+    jobs = JobClient.at("http://HEAD:8265")
+    job_id = jobs.submit("sums-1a2b3c", ["run.yaml", "train.lr=1e-5"], Path("."))
+    exit_code = asyncio.run(jobs.follow(job_id, print))
+
+A job runs `rlsys train` of this process's own version: its packages are shipped with the working directory, so that the
+image of the cluster needs only what they import. It goes on when the process that submitted it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+import aiohttp
+from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from rlsys.errors import ClusterError, ConfigError
+
+PACKAGES = ("rlsys", "workers", "algorithms")
+IGNORED = ".rayignore"
+STOP_S = 900
+"""Seconds that a job has to save itself after `stop`; Ray's own are 3."""
+READY_S = 60.0
+"""Seconds that a cluster which has just started has until it takes jobs."""
+_NOT_READY = "No available agent"
+"""In Ray's error if no node has told its head yet that it can start a job."""
+_SERVER = "RAY_API_SERVER_ADDRESS"
+_ARGUMENTS = "rlsys.arguments"
+"""Key in a job's metadata with the arguments of `rlsys train`, as JSON."""
+_SHIPPED = "rlsys_shipped"
+_WHERE = f"python -c 'import {_SHIPPED}; print(*{_SHIPPED}.__path__)'"
+"""Command that prints the folder to which the packages were unpacked: Ray puts its parent on the path."""
+_ENDED = {JobStatus.SUCCEEDED: 0, JobStatus.FAILED: 1, JobStatus.STOPPED: 143}
+"""Exit code by the state of a job that has ended."""
+
+
+@dataclass(frozen=True)
+class JobClient:
+    """Jobs of the cluster whose job server is at `address`. Methods raise `ClusterError` if that fails."""
+
+    address: str
+    _client: JobSubmissionClient
+
+    @classmethod
+    def at(cls, address: str | None) -> JobClient:
+        """Connect to `address`, or else to RAY_API_SERVER_ADDRESS or RAY_ADDRESS. Raises `ConfigError` without any, and
+        `ClusterError` if no job server answers there, or it asks for a token that this process has not."""
+        source, found = _first_address(address)
+        if not found.startswith(("http://", "https://")):
+            raise ConfigError(f"{source}={found}: not the address of a job server, which begins with http://")
+        _quiet()
+        os.environ[_SERVER] = found  # Ray prefers the environment to its argument
+        with _reaching(found):
+            return cls(found, JobSubmissionClient(found))
+
+    def submit(self, job_id: str, arguments: Sequence[str], working_dir: Path) -> str:
+        """Submit `rlsys train` with these arguments, to run in a copy of `working_dir`; return the job's id.
+
+        A cluster that has just started is asked again, for `READY_S`, until one of its nodes takes the job.
+        """
+        os.environ["RAY_RUNTIME_ENV_IGNORE_GITIGNORE"] = "1"  # `.rayignore` alone decides
+        command = f'exec env PYTHONPATH="$({_WHERE}):$PYTHONPATH" python -m rlsys.cli train {shlex.join(arguments)}'
+        with _reaching(self.address), _own_packages() as folder:
+            environment = {
+                "working_dir": str(working_dir),
+                "py_modules": [str(folder)],
+                "excludes": ["**/__pycache__/"],
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S), "OMP_NUM_THREADS": "1"},
+            }
+            until = time.monotonic() + READY_S
+            while True:
+                try:
+                    return self._client.submit_job(
+                        entrypoint=command,
+                        submission_id=job_id,
+                        runtime_env=environment,
+                        metadata={_ARGUMENTS: json.dumps(list(arguments))},
+                    )
+                except RuntimeError as error:
+                    if _NOT_READY not in str(error) or time.monotonic() > until:
+                        raise
+                    time.sleep(1.0)
+
+    def arguments_of(self, job_id: str) -> list[str]:
+        """Return the arguments of a job that `submit` began. Raises `ConfigError` for any other job."""
+        with _reaching(self.address):
+            info = self._client.get_job_info(job_id)
+        found = (info.metadata if info else None) or {}
+        if _ARGUMENTS not in found:
+            raise ConfigError(f"job {job_id} was not submitted by `rlsys submit`: give its configuration instead")
+        return [str(argument) for argument in json.loads(found[_ARGUMENTS])]
+
+    async def follow(self, job_id: str, write: Callable[[str], object]) -> int:
+        """Pass on what the job has printed and prints, until it ends; return its exit code.
+
+        Waits for the job server to send lines, and to close the connection when the job has ended.
+        """
+        with _reaching(self.address):
+            async for lines in self._client.tail_job_logs(job_id):
+                write(lines)
+            status, info = self._client.get_job_status(job_id), self._client.get_job_info(job_id)
+        if status not in _ENDED:
+            raise ClusterError(f"{self.address} closed the logs of job {job_id}, which is {status}: follow it again")
+        return (info.driver_exit_code if info else None) or _ENDED[status]
+
+    def stop(self, job_id: str) -> bool:
+        """Ask a job to finish its step, save and end; return False if it has ended already."""
+        with _reaching(self.address):
+            return self._client.stop_job(job_id)
+
+
+def ignored_by(path: Path, working_dir: Path) -> Path | None:
+    """Return the `.rayignore` that keeps a file or folder out of the copy of `working_dir`, None if it is copied.
+
+    Both paths are absolute. A link is copied as what it names.
+    """
+    _quiet()
+    folders = [working_dir]
+    for part in path.relative_to(working_dir).parts:
+        rules = [(folder, get_excludes_from_ignore_files(folder, include_gitignore=False)) for folder in folders]
+        here = folders[-1] / part
+        for folder, of_folder in rules:
+            if any(is_excluded(here) for is_excluded in of_folder):
+                return folder / IGNORED
+        folders.append(here)
+    return None
+
+
+def _first_address(address: str | None) -> tuple[str, str]:
+    """Return the address, and where it comes from."""
+    if address:
+        return "--address", address
+    for name in (_SERVER, "RAY_ADDRESS"):
+        if found := os.environ.get(name):
+            return name, found
+    raise ConfigError(f"no cluster is named: give --address http://HEAD:8265, or set {_SERVER}")
+
+
+def _quiet() -> None:
+    """Let Ray write only warnings: else it tells of every request, and of every folder with a `.rayignore`."""
+    for handler in logging.getLogger("ray").handlers:
+        handler.setLevel(logging.WARNING)
+
+
+@contextmanager
+def _own_packages() -> Iterator[Path]:
+    """Copy this installation into a folder, beside each other: packages, and what says which plug-ins they have."""
+    own = metadata.distribution("rlsys")
+    with tempfile.TemporaryDirectory(prefix="rlsys-") as parent:
+        folder = Path(parent, _SHIPPED)
+        for name in PACKAGES:
+            spec = util.find_spec(name)
+            assert spec is not None and spec.submodule_search_locations is not None, "it is installed"
+            shutil.copytree(
+                spec.submodule_search_locations[0], folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        facts = f"rlsys-{own.version}.dist-info"
+        shutil.copytree(str(own.locate_file(facts)), folder / facts)
+        yield folder
+
+
+@contextmanager
+def _reaching(address: str) -> Iterator[None]:
+    """Raise what Ray raises about its job server as a `ClusterError`."""
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError, AuthenticationError, aiohttp.ClientError) as error:
+        raise ClusterError(f"the job server at {address}: {error}") from error
