@@ -53,7 +53,7 @@ PYTEST := $(PY) -m pytest --hypothesis-profile=$(PROFILE)
 # beside is in the browser. Ranks and replicas have deadlines, so a third lane would cost more than it gains.
 ray-and-pages:
 	failed=0; \
-	$(PYTEST) tests/ray tests/oracle tests/contract -m "ray $(DAILY)" || failed=1; \
+	$(PYTEST) tests/ray tests/oracle tests/contract tests/cluster -m "ray $(DAILY)" || failed=1; \
 	$(PYTEST) tests/browser -m "browser $(DAILY)" || failed=1; \
 	exit $$failed
 

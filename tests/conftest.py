@@ -37,7 +37,7 @@ settings.load_profile("daily")
 
 FIRST = ("ray", "ranks", "benchmarks")
 """Groups of tests that take longest, in their order."""
-RAY_ROOMS = ("ray", "oracle", "contract")
+RAY_ROOMS = ("ray", "oracle", "contract", "cluster")
 """Folders in which `make test` looks for tests with Ray."""
 DAILY_VLLM = ("test_engine", "test_engine_weights")
 """Suites that `make test` runs on vLLM: tokens with their logprobs, and changes of weights. All others are nightly."""
@@ -101,7 +101,7 @@ def _group_of(item: pytest.Item) -> str | None:
     if room == "benchmarks":
         return room
     case = item.name.partition("[")[2].rstrip("]")
-    if room in ("ray", "oracle") or case.split("-")[0] == "ray" or "cluster" in fixtures:
+    if room in ("ray", "oracle", "cluster") or case.split("-")[0] == "ray" or "cluster" in fixtures:
         return "ray"
     if {"two_ranks", "four_ranks"} & fixtures.keys():
         return "ranks"

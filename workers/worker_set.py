@@ -275,8 +275,8 @@ def _ranks(
 
 
 def _resources(config: Config, role: WorkerRole) -> Resources:
-    own = config.resources[role]
-    return Resources(own.cpus, own.num_gpus, own.threads)
+    own, network = config.resources[role], config.train.network
+    return Resources(own.cpus, own.num_gpus, own.threads, network.interface or "", network.ports)
 
 
 def _silence_s(config: Config) -> float:

@@ -17,6 +17,7 @@ from pydantic import (
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
+from rlsys.config.network_section import NetworkSection
 from rlsys.config.section import PathText, Section
 from rlsys.util.number_ranges import Count, Fraction, ManyFrom1, PositiveFraction
 
@@ -51,6 +52,7 @@ class TrainSection(Section):
     """Optimizer updates of one step, each on other groups. Above 1, later updates train on tokens of the weights before
     the step."""
     mesh: MeshSection = MeshSection()
+    network: NetworkSection = NetworkSection()
     """Processes that train a model together, the actor and the critic each, and how they split it: `{shard: 8}`."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.planted_modules import plant, planted_that_ran
 from tests.ray.commands import ENDLESS, RLSYS, ROOT, SCRIPTS, Command, Ended, Job, job_in, rlsys, wait_until
 from tests.ray_workers import kill_worker, workers_of
-from workers.ray.cluster import free_port
+from workers.ray.node_network import free_port
 
 pytestmark = pytest.mark.timeout(400)
 

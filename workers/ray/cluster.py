@@ -55,6 +55,10 @@ class Resources:
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     threads: int = 1
+    interface: str = ""
+    """Network interface for collectives; empty: that of the node's address."""
+    ports: tuple[int, int] | None = None
+    """First and last port of a meeting place; None: any."""
 
     def claim(self) -> torch.device:
         """Limit the threads of this process and return its device: the GPU from Ray if one was requested, else the
@@ -438,10 +442,3 @@ def node_ids() -> list[str]:
 def has_other_machines() -> bool:
     """True if the cluster has a live node with another address than this one's."""
     return len({n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}) > 1
-
-
-def free_port() -> int:
-    """A TCP port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

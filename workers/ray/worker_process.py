@@ -12,6 +12,7 @@ import asyncio
 import faulthandler
 import gc
 import pickle
+import re
 import sys
 import sysconfig
 import tempfile
@@ -34,13 +35,12 @@ from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
 from rlsys.util.deadlines import phase_of, timeout
 from rlsys.util.importing import search_path
-from workers.ray import vitals
+from workers.ray import node_network, vitals
 from workers.ray.cluster import (
     LOOPBACK,
     NO_MATHS,
     Resources,
     fork_environment,
-    free_port,
     lacking,
     log_folder,
     mark_semaphores,
@@ -87,6 +87,7 @@ class _Process:
     def __init__(self, build: Callable[..., object]) -> None:
         vitals.begin_in_worker()
         mark_semaphores()
+        node_network.use_interface()
         self._build = build
         self._worker: object = None
         self._thread = 0
@@ -139,11 +140,11 @@ class _OneAtATime(_Process):
         self._worker = self._build(*args)
         gc.freeze()  # what it was built of stays, and a collection need not look at it again
 
-    def address(self) -> str:
-        node = ray.util.get_node_ip_address()
-        if node == LOOPBACK:  # all ranks are on this machine, where others may reach a port
+    def address(self, ports: tuple[int, int] | None) -> str:
+        if ray.util.get_node_ip_address() == LOOPBACK:  # all ranks are on this machine, where others may reach a port
             return f"file://{tempfile.mkdtemp(prefix='ranks-', dir=log_folder().parent)}/store"
-        return f"tcp://{node}:{free_port()}"
+        address = node_network.own_address()
+        return f"tcp://{address}:{node_network.free_port(address, ports)}"
 
     def call(self, path: str, *args: object, **kwargs: object) -> object:
         return self._method(path)(*args, **kwargs)
@@ -283,7 +284,9 @@ class Remote(Generic[W]):
     async def address(self) -> str:
         """Meeting place of ranks, of a worker without async methods: a free address on its node, such as
         `tcp://10.0.0.4:41234`; in a cluster that `connect` starts, `file://PATH` in a folder of this user alone."""
-        return await call(self.actor.address.remote(), self.name, "choosing a meeting place", SET_UP_S)
+        return await call(
+            self.actor.address.remote(self.resources.ports), self.name, "choosing a meeting place", SET_UP_S
+        )
 
     async def end(self) -> None:
         """Close the worker, then kill its process. Errors of the close are ignored."""
@@ -368,6 +371,7 @@ def start(
         "PYTHONPATH": search_path(),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         **vitals.environment_of(name),
+        **node_network.environment_of(resources.interface),
     }
     if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
@@ -413,7 +417,7 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
     except RayTaskError as error:  # comes first: one for a TimeoutError of the worker is both
         cause = error.cause
         raise (
-            cause if isinstance(cause, RlsysError) else WorkerError(worker, phase, _with_cause(str(error)))
+            cause if isinstance(cause, RlsysError) else WorkerError(worker, phase, _with_cause(_uncoloured(error)))
         ) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
@@ -434,6 +438,11 @@ def _with_cause(detail: str) -> str:
     """Add a likely cause to the detail of a failure: a full /dev/shm on this node."""
     problem = shared_memory_problem()
     return f"{detail}; {problem}" if problem else detail
+
+
+def _uncoloured(error: RayTaskError) -> str:
+    """Return its text without the codes with which Ray colours it for a terminal."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from multiprocessing import get_context
@@ -26,6 +28,8 @@ from rlsys.errors import RlsysError, WorkerDied
 from workers.train.plain_objects import read_objects_plainly
 
 T = TypeVar("T")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables with the interface for collectives."""
 
 
 class RankGroup:
@@ -44,15 +48,16 @@ class RankGroup:
             read_objects_plainly()
             timeout = timedelta(seconds=timeout_s)
             store = _store(address, rank, num_ranks, timeout) if address.startswith("tcp:") else None
-            dist.init_process_group(
-                _backend(),
-                init_method=None if store else address,
-                store=store,
-                rank=rank,
-                world_size=num_ranks,
-                timeout=timeout,
-            )
-            self.aside = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+            with _naming_network():
+                dist.init_process_group(
+                    _backend(),
+                    init_method=None if store else address,
+                    store=store,
+                    rank=rank,
+                    world_size=num_ranks,
+                    timeout=timeout,
+                )
+                self.aside = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
     def with_mesh(self, mesh: MeshSection) -> RankGroup:
         """Return the same ranks in another mesh of as many; by default all are on `shard`."""
@@ -136,6 +141,17 @@ def _store(address: str, rank: int, num_ranks: int, timeout: timedelta) -> TCPSt
     return TCPStore(
         host, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
     )
+
+
+@contextmanager
+def _naming_network() -> Iterator[None]:
+    """Add to an error of a collective which network interface this rank was told to use."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = " and ".join(f"{name}={os.environ.get(name, 'unset')}" for name in INTERFACES)
+        where = f"this rank ran with {names} on {socket.gethostname()}; see train.network"
+        raise RuntimeError(f"{error}; {where}") from error
 
 
 def _backend() -> str:
