@@ -111,7 +111,7 @@ def _group_of(item: pytest.Item) -> str | None:
 @pytest.fixture(scope="session")
 def forks() -> Iterator[None]:
     """A server that forks the workers of this process's clusters."""
-    from workers.ray.cluster import ForkServer
+    from workers.ray.forking import ForkServer
 
     server = ForkServer.start()
     yield

@@ -309,6 +309,7 @@ class TrainingJob:
         """Look everything up, join or start a cluster, train there."""
         from workers.ray import cluster as ray_cluster
         from workers.ray import vitals
+        from workers.ray.node_forks import forked_workers
 
         this = asyncio.current_task()
         assert this is not None
@@ -330,8 +331,9 @@ class TrainingJob:
                         if caution := ray_cluster.caution_about_idle_gpus(plan.num_gpus, ray_cluster.totals()):
                             self.events.emit(CautionRaised(caution))
                         link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)
-                        with vitals.of_run(self.config.run_dir):
-                            await self.train(data, interruptible)
+                        async with forked_workers():
+                            with vitals.of_run(self.config.run_dir):
+                                await self.train(data, interruptible)
                     self.result.steps = min(run.result.steps for run in self.runs.values())
                 except ClusterLost as lost:
                     self._note_saved(lost)

@@ -36,7 +36,7 @@ def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_holds_none(tm
     folder = tmp_path / (110 * "x")
     folder.mkdir()
     start = (
-        "from workers.ray.cluster import ForkServer; server = ForkServer.start(); print(server.folder); server.close()"
+        "from workers.ray.forking import ForkServer; server = ForkServer.start(); print(server.folder); server.close()"
     )
     env = {**os.environ, "TMPDIR": str(folder)}
     env.pop("RAY_TMPDIR", None)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
-import shlex
-import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -26,11 +23,11 @@ from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
 
 from rlsys.errors import ClusterError, ConfigError
-from rlsys.util.importing import search_path
 from rlsys.util.native_output import STDERR
 from rlsys.util.signals import signals_kept
-from workers.ray import cluster_keeper, fork_client, fork_server
+from workers.ray import cluster_keeper
 from workers.ray.cluster_watch import ClusterWatch
+from workers.ray.forking import LONGEST_FOLDER, ForkServer
 from workers.ray.shared_memory import SHM, WEIGHTS, local_store_bytes
 
 if TYPE_CHECKING:
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-LONGEST_FOLDER = 39
-"""Letters of a folder that leave room for a session and a socket in it, of which Linux takes 107."""
 SEMAPHORES = "rlsys-"
 """Begin of the names of semaphores in a local cluster."""
 ANSWER_S = 20.0
@@ -98,60 +93,6 @@ class Cluster:
         self.watch.end()
         if self.keeper is not None:
             self.keeper.communicate()
-
-
-@dataclass(frozen=True, slots=True)
-class ForkServer:
-    """Process of `workers.ray.fork_server`. Workers without a GPU that start while it is open are forked by it."""
-
-    process: subprocess.Popen[bytes]
-    folder: Path
-    before: str | None = None
-    """Socket of the server that this process used before."""
-
-    @classmethod
-    def start(cls) -> Self:
-        """Start it, for all workers that this process starts from now on."""
-        temporary = tempfile.gettempdir()
-        short = temporary if len(temporary) <= LONGEST_FOLDER else "/tmp"  # the name of a socket is short
-        folder = Path(tempfile.mkdtemp(prefix="rlsys-forks-", dir=short))
-        path = folder / "socket"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen(128)
-            number = listener.fileno()
-            words = [sys.executable, "-P", "-m", fork_server.__name__, str(number)]
-            env = _environment_of_forks(os.environ)
-            # A process group of its own: Ctrl-C is not for it.
-            process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=env, pass_fds=[number])
-        before, os.environ[fork_client.SERVER] = os.environ.get(fork_client.SERVER), str(path)
-        return cls(process, folder, before)
-
-    def close(self) -> None:
-        """End it. Workers that it has forked go on."""
-        if os.environ.get(fork_client.SERVER) == str(self.folder / "socket"):
-            del os.environ[fork_client.SERVER]
-            os.environ.update({fork_client.SERVER: self.before} if self.before else {})
-        self.process.kill()
-        self.process.communicate()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def fork_environment(environment: Mapping[str, str], resources: Resources) -> dict[str, object]:
-    """Runtime environment of a worker: it is forked if it has no GPU and this process has started a server.
-
-    On this machine it does not search the current folder for modules, nor do its own processes.
-    """
-    if (path := os.environ.get(fork_client.SERVER)) is None:
-        return {"env_vars": dict(environment)}
-    if resources.num_gpus:
-        return {"env_vars": dict(environment), "py_executable": shlex.join([sys.executable, "-P"])}
-    client = shlex.join([sys.executable, "-I", "-S", fork_client.__file__])
-    return {"env_vars": {**environment, fork_client.SERVER: path}, "py_executable": client}
-
-
-def _environment_of_forks(environment: Mapping[str, str]) -> dict[str, str]:
-    return {fork_server.FIRST: "1", **environment, "PYTHONPATH": search_path()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ from workers.ray.cluster import (
     LOOPBACK,
     NO_MATHS,
     Resources,
-    fork_environment,
     lacking,
     log_folder,
     mark_semaphores,
 )
+from workers.ray.forking import fork_environment
 from workers.ray.shared_memory import shared_memory_problem
 
 W = TypeVar("W")
@@ -382,7 +382,7 @@ def start(
         max_restarts=-1 if restarts else 0,
         max_concurrency=ASYNC_CALLS if is_async else 1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else None,
-        runtime_env=fork_environment(environment, resources),
+        runtime_env=fork_environment(environment, has_gpu=resources.num_gpus > 0),
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
 

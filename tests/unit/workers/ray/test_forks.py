@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from workers.ray import fork_client
-from workers.ray.cluster import NO_MATHS, Resources, fork_environment
+from workers.ray.forking import FORKED, PLAIN, fork_environment
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,19 @@ def test_a_forked_program_ends_with_its_client(forks: None, tmp_path: Path) -> N
 
 
 def test_only_workers_without_a_gpu_are_forked(forks: None) -> None:
-    environment = {"A": "b"}
-    assert fork_client.__file__ in str(fork_environment(environment, NO_MATHS)["py_executable"])
-    own = {"env_vars": environment, "py_executable": f"{sys.executable} -P"}
-    assert fork_environment(environment, Resources(num_gpus=0.5)) == own
+    for has_gpu, script in ((False, FORKED), (True, PLAIN)):
+        found = fork_environment({"A": "b"}, has_gpu=has_gpu)
+        assert str(found["py_executable"]).endswith(f"/{script}")
+        assert (fork_client.SERVER in cast("dict[str, str]", found["env_vars"])) == (not has_gpu)
+
+
+def test_a_worker_on_a_machine_without_a_server_runs_the_python_of_the_driver(forks: None, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print(sys.executable, sys.argv[1:])")
+    for has_gpu in (False, True):
+        python = str(fork_environment({}, has_gpu=has_gpu)["py_executable"])
+        elsewhere = python.replace("/rlsys-forks-", "/nowhere-")
+        for words in (python, elsewhere):
+            command = f"exec {words} {program} 'a b'"
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path)
+            assert done.stdout.split(maxsplit=1)[1] == "['a b']\n"
