@@ -116,6 +116,9 @@ class Node:
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         return await self._call(self.relay.give(bucket, wait=wait))
 
+    async def ping(self) -> None:
+        await self._call(self.relay.ping())
+
     async def holding(self) -> Holding:
         return await self._call(self.relay.holding())
 

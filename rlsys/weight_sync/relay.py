@@ -37,6 +37,9 @@ FAILURES = (*UNAVAILABLE, WeightsMismatch)
 """Errors on which a relay, or a reader, tries the next source."""
 TRIES = 4
 """Attempts within the deadline of a transfer: a relay that hangs uses up one, and other sources can follow."""
+LOOK_S = 0.5
+"""Seconds of silence after which a source is asked whether it is there at all, and that it has to answer: who waits for
+a relay behind a cut link goes on with another source."""
 RESTART_POLL_S = 0.2
 """Seconds between two checks of a restarting relay: Ray does not notify about a restarted process."""
 
@@ -48,6 +51,8 @@ class RelayPeer(Protocol):
     def name(self) -> str: ...
 
     async def give(self, bucket: str, *, wait: bool) -> Ref: ...
+
+    async def ping(self) -> None: ...
 
 
 class ChainMember(RelayPeer, Protocol):
@@ -73,6 +78,9 @@ class Origin:
     async def give(self, bucket: str, *, wait: bool) -> Ref:
         """See `Relay.give`."""
         return self.refs[bucket]
+
+    async def ping(self) -> None:
+        """See `Relay.ping`. No process answers for these references."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +239,10 @@ class Relay:
             raise WeightsMismatch(self.name, phase, f"it is not here; {self._contents()}")
         return self._buckets[bucket]
 
+    @remote("answering")
+    async def ping(self) -> None:
+        """Answer at once."""
+
     # --------------------------------------------------------------------------------------------------------- readers
 
     @remote("serving version {at_least} or newer")
@@ -366,8 +378,8 @@ class Relay:
         while True:
             source = sources[0]
             try:
-                ref = await with_deadline(source.give(bucket.hash, wait=wait), self._wait_s, source.name, phase)
-                ref = await self._copy_bucket(ref, bucket, source.name, phase)
+                ref = await self._from(source, source.give(bucket.hash, wait=wait), phase)
+                ref = await self._copy_bucket(ref, bucket, source, phase)
             except FAILURES:
                 if source is sources[-1]:
                     raise
@@ -384,8 +396,8 @@ class Relay:
         if base is None or delta.base in self._borrowed:
             return False
         try:
-            ref = await with_deadline(source.give(delta.name, wait=wait), self._wait_s, source.name, phase)
-            data = await with_deadline(self._store.fetch(ref, source.name), self._wait_s, source.name, phase)
+            ref = await self._from(source, source.give(delta.name, wait=wait), phase)
+            data = await self._from(source, self._store.fetch(ref, source.name), phase)
             whole = await self._store.apply_delta(base, data)
             if await self._store.digest(whole) != delta.bucket:
                 return False
@@ -396,17 +408,32 @@ class Relay:
         await self._put(delta.bucket, own)
         return True
 
-    async def _copy_bucket(self, ref: Ref, bucket: Bucket, source: str, phase: str) -> Ref:
+    async def _from(self, source: RelayPeer, work: Awaitable[T], phase: str) -> T:
+        """Await what a source does. Raises `DeadlineExceeded` after a part of the deadline, or soon if the source does
+        not answer a `ping` meanwhile."""
+        asked = asyncio.ensure_future(work)
+
+        async def wait() -> T:
+            while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+                await with_deadline(source.ping(), LOOK_S, source.name, phase)
+            return asked.result()
+
+        try:
+            return await with_deadline(wait(), self._wait_s, source.name, phase)
+        finally:
+            asked.cancel()
+
+    async def _copy_bucket(self, ref: Ref, bucket: Bucket, source: RelayPeer, phase: str) -> Ref:
         """Return a reference to a local copy, or `ref` itself if there is no memory for one. Readers then read from the
         source, and the next version with this bucket tries to copy it again. Raises `WeightsMismatch` if the bytes do
         not match the manifest."""
         try:
             began_s = asyncio.get_running_loop().time()
-            data = await with_deadline(self._store.fetch(ref, source), self._wait_s, source, phase)
+            data = await self._from(source, self._store.fetch(ref, source.name), phase)
             self._link = self._link.after(bucket.num_bytes, asyncio.get_running_loop().time() - began_s)
             came = await self._store.digest(data)
             if came != bucket.hash:
-                raise WeightsMismatch(source, phase, f"bucket {bucket.hash} arrived as {came}")
+                raise WeightsMismatch(source.name, phase, f"bucket {bucket.hash} arrived as {came}")
             try:
                 own = await self._store.own(data)
             except MemoryError:
@@ -500,8 +527,8 @@ async def broadcast(
     """Start sending a part to `relays`, the first of which is on the rank's node, over links like `link`.
 
     Returns a task for each relay at once. It ends when that relay has the part, or newer versions overtook it (see
-    `Relay.accept`), or with the relay's error. A relay that does not answer within one of `TRIES` parts of `transfer_s`
-    is no source for later relays. Only the relays that pull from it wait for that answer.
+    `Relay.accept`), or with the relay's error. A relay is a source for later ones once it has answered the
+    announcement. Those that pull from it wait `LOOK_S` for that, and then have other sources.
     """
     part = announcement.part
     phase = f"receiving the announcement of version {part.version}"
@@ -515,10 +542,10 @@ async def broadcast(
         await announcements[i]
         parent = parent_of[i]
         if i:
-            await asyncio.wait([announcements[parent]])  # so that it is asked only after its announcement
-        failed = [future.done() and future.exception() is not None for future in announcements]
+            await asyncio.wait([announcements[parent]], timeout=LOOK_S)  # it is asked only after its announcement
+        is_there = [future.done() and future.exception() is None for future in announcements]
         others = [j for j in range(i - 1, -1, -1) if j != parent]
-        sources = [relays[j] for j in ([parent, *others] if i else []) if not failed[j]]
+        sources = [relays[j] for j in ([parent, *others] if i else []) if is_there[j]]
         await relays[i].accept(part.version, part.rank, sources)
 
     tasks = [asyncio.create_task(announce_to(i)) for i in range(len(relays))]
@@ -538,6 +565,19 @@ async def first_success(tasks: Sequence[asyncio.Task[T]]) -> T:
                 return task.result()
     errors = [error for task in tasks if (error := task.exception()) is not None]
     raise next((error for error in errors if not isinstance(error, UNAVAILABLE)), errors[0])
+
+
+async def answered(tasks: Sequence[asyncio.Task[T]]) -> list[T | None]:
+    """Return the result of each task that ends within `LOOK_S` of the first to succeed, and None for all others, which
+    are cancelled. Waits for that success, or for the failure of all."""
+    waiting = set(tasks)
+    while waiting and not any(task.done() and task.exception() is None for task in tasks):
+        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if waiting:
+        _, waiting = await asyncio.wait(waiting, timeout=LOOK_S)
+    for task in waiting:
+        task.cancel()
+    return [task.result() if task not in waiting and task.exception() is None else None for task in tasks]
 
 
 def passing(errors: Sequence[BaseException]) -> BaseException:

@@ -21,6 +21,7 @@ from rlsys.weight_sync.relay import (
     Announcement,
     Holding,
     Relay,
+    answered,
     first_success,
     passing,
     patiently,
@@ -124,15 +125,15 @@ class RayRelays:
         """Keep `version` until another is pinned, on every relay that has it or gets it soon, and on relays refilled
         later.
 
-        Returns once one relay keeps it and the others have answered or failed. Waits for relays that restart or hang.
+        Returns once one relay keeps it, and the others have answered, failed or been silent for `LOOK_S`. Waits for
+        relays that restart or hang if none answers.
         Raises `WeightsMismatch` if all relays have evicted the version, `DeadlineExceeded` after `deadline_s`.
         """
 
         async def ask() -> None:
-            pins = await asyncio.gather(*(member.proxy.pin(version) for member in self.members), return_exceptions=True)
-            errors = [pin for pin in pins if isinstance(pin, BaseException)]
-            if len(errors) == len(pins):
-                raise passing(errors)
+            pins = [asyncio.ensure_future(member.proxy.pin(version)) for member in self.members]
+            if not any(await answered(pins)):
+                raise passing(list(filter(None, (pin.exception() for pin in pins))))
             _, self._pinned = await self._find_announcements(version)
 
         num_bytes = sum(announcement.part.num_bytes for announcement in self._last)

@@ -20,9 +20,9 @@ from rlsys.weight_sync.relay import (
     TRIES,
     Announcement,
     Delta,
-    Holding,
     Origin,
     Relay,
+    answered,
     broadcast,
     first_success,
     patiently,
@@ -61,6 +61,8 @@ class WeightPublisher:
         """Pinned version in the relays' last reports."""
         self._link = Link()
         """The slowest link in the relays' last reports."""
+        self._silent: set[str] = set()
+        """Relays that gave none."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._layout: PartLayout | None = None
         self._copied: Future[None] | None = None
@@ -189,9 +191,12 @@ class WeightPublisher:
         return data if both_s < (len(new) - len(data)) / self._link.bytes_per_s else None
 
     async def _evict(self) -> None:
-        """Evict all but the newest `NUM_STORED` versions and the pinned one; none if no relay reports its pin."""
-        answers = await asyncio.gather(*(relay.holding() for relay in self._chain()), return_exceptions=True)
-        holdings = [answer for answer in answers if isinstance(answer, Holding)]
+        """Evict all but the newest `NUM_STORED` versions and the pinned one; none if no relay reports its pin. A relay
+        that is silent meanwhile comes last in the next chain, where none pulls from it."""
+        chain = self._chain()
+        answers = await answered([asyncio.ensure_future(relay.holding()) for relay in chain])
+        holdings = [holding for holding in answers if holding is not None]
+        self._silent = {relay.name for relay, answer in zip(chain, answers, strict=True) if answer is None}
         self._pinned = max((h.pinned for h in holdings if h.pinned is not None), default=self._pinned)
         measured = [holding.link for holding in holdings if holding.link.is_measured]
         self._link = min(measured, key=lambda link: link.bytes_per_s, default=Link())
@@ -213,7 +218,8 @@ class WeightPublisher:
         return deadline_s(self._route.transfer_s, num_bytes, self._link.bytes_per_s)
 
     def _chain(self) -> list[Relay]:
-        """Relays of the live nodes, from that of this node on: so each rank begins with another."""
+        """Relays of the live nodes, from that of this node on: so each rank begins with another. The silent come
+        last."""
         import ray
 
         if len(self._route.relays) == 1:
@@ -221,4 +227,5 @@ class WeightPublisher:
         here, alive = ray.get_runtime_context().get_node_id(), set(node_ids())  # which asks Ray's head
         there = [relay for relay in self._route.relays if relay.place in alive]
         first = next((i for i, relay in enumerate(there) if relay.place == here), 0)
-        return [relay.proxy for relay in (*there[first:], *there[:first])]
+        turned = (*there[first:], *there[:first])
+        return [relay.proxy for relay in sorted(turned, key=lambda relay: relay.name in self._silent)]
