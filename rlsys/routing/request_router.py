@@ -234,6 +234,8 @@ class RequestRouter:
         self._places: list[KnownReplica] = []
         self._use(KnownReplica(replica=replica) for replica in replicas)
         self._max_losses = max_losses
+        self._stuck: Collection[str] = ()
+        """Names of replicas that make no progress at the moment."""
         self._lost: set[str] = set()
         """Names of replicas that have died."""
         self._claims: set[Claim] = set()
@@ -248,6 +250,7 @@ class RequestRouter:
         known = {place.name: place for place in self._places}
         fresh = [replica for replica in replicas if replica.name not in self._lost]
         self._use(known.get(replica.name) or KnownReplica(replica=replica) for replica in fresh)
+        self._stuck = stuck
         for place in self._places:
             place.is_stuck = place.name in stuck
         names = {replica.name for replica in fresh}
@@ -610,7 +613,7 @@ class RequestRouter:
 
     def _return(self, place: KnownReplica) -> None:
         if place.name not in self._lost and self._find(place.name) is None:
-            self.meet([*(other.replica for other in self._places), place.replica])
+            self.meet([*(other.replica for other in self._places), place.replica], self._stuck)
 
 
 async def _release_at(replica: Replica, hold: Hold) -> None:

@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,9 @@ NODE_LOOKS = 5
 ANSWER_S = 2.0
 """Deadline of a connection to the head."""
 MISSES = 3
-"""Failed connections in a row after which the head counts as lost."""
+"""Refused connections in a row after which the head counts as lost."""
+CUT_S = 40.0
+"""Seconds without any answer after which it does: Ray itself waits 60 s for a link, and needs some to end."""
 STUCK_S = 20.0
 """Seconds without a look after which the stacks of all threads are written to stderr: something holds Python's lock."""
 REACT_S = 4.0
@@ -59,6 +62,8 @@ class ClusterWatch:
     node_id: str
     logs: str
     """Folder of the cluster's logs."""
+    _is_refused: bool = field(default=False, init=False)
+    """True if the head's machine refused the last connection that failed: its process has ended."""
     _lost: ClusterLost | None = field(default=None, init=False)
     _task: asyncio.Task[object] | None = field(default=None, init=False)
     """The task that uses the cluster."""
@@ -133,14 +138,19 @@ class ClusterWatch:
         itself cannot run, because native code holds Python's lock, the stacks of all threads are written to stderr.
         """
         try:
-            num_misses, looks = 0, count(1)
+            num_misses, looks, answered_s = 0, count(1), time.monotonic()
             while num_misses < MISSES and not self._raylet_ends(LOOK_S):
                 if self._ended.is_set():
                     return
                 faulthandler.dump_traceback_later(STUCK_S, file=STDERR)
-                num_misses = 0 if self._head_answers() else num_misses + 1
-                if not num_misses and next(looks) % NODE_LOOKS == 0 and self._is_declared_dead():
+                if self._head_answers():
+                    num_misses, answered_s = 0, time.monotonic()
+                    if next(looks) % NODE_LOOKS == 0 and self._is_declared_dead():
+                        break
+                elif time.monotonic() - answered_s > CUT_S:
                     break
+                elif self._is_refused:
+                    num_misses += 1
             lost = self._loss() or self._error("Ray's head is not reachable")
             if self._ended.is_set():
                 return
@@ -214,6 +224,7 @@ class ClusterWatch:
     def _head_answers(self) -> bool:
         try:
             socket.create_connection(self.head, ANSWER_S).close()
-        except OSError:
+        except OSError as error:
+            self._is_refused = isinstance(error, ConnectionRefusedError)
             return False
         return True

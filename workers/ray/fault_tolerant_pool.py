@@ -14,7 +14,7 @@ from rlsys.util import deadlines
 from rlsys.util.event_loops import all_or_none
 from rlsys.weight_sync.sync import with_deadline
 from workers.ray.call_stream import CallStream, PayloadRef
-from workers.ray.worker_process import BEATS, Chunks, Remote, successor_name
+from workers.ray.worker_process import BEATS, Chunks, Raylet, Remote, successor_name
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]
@@ -52,12 +52,22 @@ class PoolMember(Generic[W]):
     num_running: int = 0
     is_live: bool = False
     """True if it is set up and has not failed since."""
+    is_cut_off: bool = False
+    """True while no connection to its node succeeds."""
+    raylet: Raylet = ("", 0)
+    """Address of its node's raylet."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """True if it can be given work."""
+        return self.is_live and not self.is_cut_off
 
 
 class Pool(Generic[W]):
     """Workers of one kind, any of which can do the next piece of work.
 
-    One that fails or sends no heartbeat is replaced in the background, while work goes to the others.
+    One that fails or sends no heartbeat is replaced in the background, while work goes to the others. One whose node is
+    cut off keeps its place, as long as Ray waits for that node.
     """
 
     def __init__(self, kind: str, phase: str, supply: PoolSpec[W]) -> None:
@@ -92,7 +102,8 @@ class Pool(Generic[W]):
         is none of this pool, or all places are lost.
         """
         if (dead := self._find_member(worker)) is not None:
-            self._replace(dead, on_recovery)
+            if not dead.is_cut_off:
+                self._replace(dead, on_recovery)
         elif not self.has(worker):
             raise RunAborted(f"{worker} failed, and cannot be replaced in a run; resume with run.resume=auto")
         await self._serving()
@@ -132,7 +143,8 @@ class Pool(Generic[W]):
         await asyncio.gather(*(member.worker.end() for member in self.members))
 
     async def _serving(self) -> None:
-        """Return once a member is live; unblocked by a replacement that is set up, or by the loss of the last place.
+        """Return once a member can be given work; unblocked by a replacement that is set up, by the return of one that
+        was cut off, or by the loss of the last place.
 
         Raises `RunAborted` then.
         """
@@ -203,11 +215,11 @@ class Pool(Generic[W]):
         return next((member for member in self.members if member.name == worker), None)
 
     def _live(self) -> list[PoolMember[W]]:
-        return [member for member in self.members if member.is_live]
+        return [member for member in self.members if member.is_reachable]
 
     async def _set_up(self, member: PoolMember[W]) -> None:
         await member.worker.setup(silence_s=self._supply.silence_s, on_unplaced=self.on_unplaced)
-        member.is_live = True
+        member.raylet, member.is_live = await member.worker.raylet(), True
         self._on_join(member)
         self._notify()
         self._spawn(self._watch(member))
@@ -218,7 +230,13 @@ class Pool(Generic[W]):
         Ends when the member is no longer live.
         """
         try:
-            await deadlines.unless(self._beats(member), self._trouble(member))
+            while member.is_live:
+                try:
+                    await deadlines.unless(self._beats(member), self._trouble(member))
+                except DeadlineExceeded:
+                    if not await member.worker.is_cut_off(member.raylet):
+                        raise
+                    await self._ride_out(member)
         except (WorkerDied, DeadlineExceeded, WeightsMismatch) as failure:
             if not member.is_live:
                 return
@@ -226,6 +244,38 @@ class Pool(Generic[W]):
                 self.on_failure(failure)
             self._replace(member, self.on_recovery)
             member.calls.fail(failure)
+
+    async def _ride_out(self, member: PoolMember[W]) -> None:
+        """Give no work to a member whose node is cut off, until it answers again. If there are others, its work fails.
+
+        Waits for a heartbeat. Raises `WorkerDied` once Ray has declared the node dead, or `DeadlineExceeded` if its
+        node answers, and the member does not.
+        """
+        began_s = asyncio.get_running_loop().time()
+        detail = "its node is cut off: no connection succeeds, and Ray still waits for it, as this run does"
+        cut = DeadlineExceeded(member.name, "answering a heartbeat", detail)
+        member.is_cut_off = True
+        self._on_cut(member)
+        if not (self._live() and member.num_running):  # otherwise the callers report it
+            self.on_failure(cut)
+        if self._live():
+            member.calls.fail(cut)
+        was_cut_off = True
+        try:
+            while True:
+                try:
+                    await member.worker.beat(self._supply.silence_s)
+                    break
+                except DeadlineExceeded:
+                    still_is = await member.worker.is_cut_off(member.raylet)
+                    if not (was_cut_off or still_is):  # else the heartbeat may have been lost on its way
+                        raise
+                    was_cut_off = still_is
+        finally:
+            member.is_cut_off = False
+        self._on_cut(member)
+        self._notify()
+        self.on_recovery(member.name, asyncio.get_running_loop().time() - began_s)
 
     async def _beats(self, member: PoolMember[W]) -> None:
         """Check a member as long as it is live. Waits a third of `silence_s` between two heartbeats."""
@@ -251,7 +301,7 @@ class Pool(Generic[W]):
 
     def _leave(self, worker: str) -> None:
         """Give no more work to the member called `worker`."""
-        if (member := self._find_member(worker)) is not None and member.is_live:
+        if (member := self._find_member(worker)) is not None and member.is_reachable:
             member.is_live = False
             self._on_leave(member)
 
@@ -260,6 +310,9 @@ class Pool(Generic[W]):
 
     def _on_join(self, member: PoolMember[W]) -> None:
         """A member is live from now."""
+
+    def _on_cut(self, member: PoolMember[W]) -> None:
+        """A member is cut off from now, or no longer."""
 
     def _on_leave(self, member: PoolMember[W]) -> None:
         """A member is live no more."""

@@ -28,7 +28,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cas
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray._private import state as ray_state
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
@@ -54,6 +55,8 @@ P = ParamSpec("P")
 RayActor: TypeAlias = Any
 """A Ray actor handle, with the methods of the actor's class, each with `.remote()`."""
 _Split: TypeAlias = tuple[T, *tuple[Any, ...]] | Coroutine[Any, Any, tuple[T, *tuple[Any, ...]]]
+Raylet: TypeAlias = tuple[str, int]
+"""Host and port of a raylet."""
 Chunks: TypeAlias = Any
 """References to the results of a streaming call: a `ray.ObjectRefGenerator`, which is untyped there."""
 ASYNC_CALLS = 10_000
@@ -66,6 +69,8 @@ UNPLACED_S = 5.0
 """Seconds without a process after which what a worker needs is compared with what is free."""
 BESIDE = "beside"
 """Ray's name for the second thread of a worker without async methods."""
+CONNECT_S = 2.0
+"""Deadline of a connection to the node of a silent worker."""
 CLOSE_S = 5.0
 """Deadline for a worker to free its resources."""
 DUMP_S = 1.0
@@ -314,6 +319,20 @@ class Remote(Generic[W]):
         """
         return await call(self.actor.beat.remote(silence_s), self.name, "answering a heartbeat", silence_s)
 
+    async def raylet(self) -> Raylet:
+        """Address of the raylet that the worker's process belongs to. Asks Ray's head."""
+        return await asyncio.to_thread(_raylet_of, self.actor)
+
+    async def is_cut_off(self, raylet: Raylet) -> bool:
+        """True if no connection to the worker's node succeeds from here. Asks nothing else, so that it ends."""
+        try:
+            async with timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(*raylet)
+        except OSError:  # also a time-out
+            return True
+        writer.close()
+        return False
+
     async def where(self, deadline_s: float) -> str:
         """Name the place in the code that the worker is in, also if its event loop is blocked."""
         try:
@@ -421,6 +440,8 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
         ) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
+    except ActorUnavailableError as error:
+        raise DeadlineExceeded(worker, phase, f"no connection to its process: {_first_line(error)}") from error
     except RayActorError as error:
         raise WorkerDied(
             worker, phase, _with_cause(_first_line(error).rstrip(".")) + await vitals.end_of(worker)
@@ -438,6 +459,12 @@ def _with_cause(detail: str) -> str:
     """Add a likely cause to the detail of a failure: a full /dev/shm on this node."""
     problem = shared_memory_problem()
     return f"{detail}; {problem}" if problem else detail
+
+
+def _raylet_of(actor: RayActor) -> Raylet:
+    found = cast("dict[str, Any]", ray_state.actors(actor._actor_id.hex()))
+    node = next(node for node in ray.nodes() if node["NodeID"] == found["Address"]["NodeID"])
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
 
 
 def _uncoloured(error: RayTaskError) -> str:

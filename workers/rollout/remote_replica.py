@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from rlsys.errors import RlsysError, WorkerDied
+from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied
 from rlsys.routing.requests import LOSSES, Chunk, Hold, Request, Scored, WeightsWanted
 from workers.ray.call_stream import values_of
 from workers.ray.worker_process import Remote
@@ -80,6 +80,10 @@ class RemoteReplica:
         self._fail(list(self._open), WorkerDied(self.name, "sampling requests", "it left the pool"))
         for task in (*self._background, *([self._reading] if self._reading else [])):
             task.cancel()
+
+    def give_up(self) -> None:
+        """Let requests in progress go on elsewhere: the replica is cut off. It ends them once it can be told."""
+        self._fail(list(self._open), DeadlineExceeded(self.name, "sampling requests", "its node is cut off"))
 
     def _submit(self, request: Request) -> None:
         if self._reading is None or self._reading.done():

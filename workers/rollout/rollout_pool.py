@@ -105,6 +105,7 @@ class RolloutPool(Pool[RolloutWorker]):
         self._places: dict[int, str] = {}
         """Worker that plays each group, by group id."""
         self._stuck: set[str] = set()
+        """Replicas that make no progress, or are cut off."""
         super().__init__(kind, "rolling out groups", supply)
         if sessions is not None:
             sessions.on_join, sessions.on_end = self._meet, self._forget
@@ -183,6 +184,10 @@ class RolloutPool(Pool[RolloutWorker]):
         for member in self._players.members:
             member.calls.fail(failure)
 
+    def _on_cut(self, member: PoolMember[RolloutWorker]) -> None:
+        (self._stuck.add if member.is_cut_off else self._stuck.discard)(member.name)
+        self._meet_all()
+
     async def _trouble(self, member: PoolMember[RolloutWorker]) -> None:
         """Raise the failure of an engine or of a weight change, and the death of the process, as soon as it happens."""
         await _replica(member).call(ReplicaWorker.watch)
@@ -212,13 +217,14 @@ class RolloutPool(Pool[RolloutWorker]):
         self._spawn(self._send_handles(player))
 
     async def _send_handles(self, player: PoolMember[Any]) -> None:
-        handles = [_replica(member) for member in self._live()]
+        members = [member for member in self.members if member.is_live]
+        handles, cut_off = [_replica(member) for member in members], [m.name for m in members if m.is_cut_off]
         with suppress(WorkerError):  # one that is gone needs none
-            await _sessions(player).call(SessionWorker.meet, handles, sorted(self._stuck))
+            await _sessions(player).call(SessionWorker.meet, handles, sorted(self._stuck), cut_off)
 
     def _forget(self, owner: str) -> None:
         """End what replicas do for a session worker that is gone."""
-        for member in self._live():
+        for member in [member for member in self.members if member.is_live]:
             self._spawn(_forget_owner(member, owner))
 
 

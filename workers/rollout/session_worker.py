@@ -138,8 +138,11 @@ class SessionWorker:
         return self._views(live, scores), live.episodes
 
     @remote("connecting to its replicas")
-    def meet(self, replicas: Sequence[Remote[ReplicaWorker]], stuck: Sequence[str] = ()) -> None:
-        """Use these replicas from now. Those in `stuck` make no progress: others are preferred."""
+    def meet(
+        self, replicas: Sequence[Remote[ReplicaWorker]], stuck: Sequence[str] = (), cut_off: Sequence[str] = ()
+    ) -> None:
+        """Use these replicas from now. Those in `stuck` make no progress: others are preferred. Requests at those that
+        are `cut_off` go on elsewhere."""
         first = place_of(self.name) % max(1, len(replicas))  # session workers choose differently among equal replicas
         near = sorted([*replicas[first:], *replicas[:first]], key=lambda each: each.name != self.name)
         for policy, road in self._roads.items():
@@ -147,6 +150,9 @@ class SessionWorker:
         live = {each.name for each in replicas}
         for key in [key for key in self._remote if key[1] not in live]:
             self._remote.pop(key).close()
+        for key, replica in self._remote.items():
+            if key[1] in cut_off:
+                replica.give_up()
 
     @remote("moving groups from {source} to {to}", patience=3)
     async def move(self, policy: str, source: str, to: str) -> int:

@@ -18,7 +18,7 @@ from tests.groups import group as group_of
 from tests.groups import rolled_out
 from workers.ray.call_stream import CallStream, PayloadRef
 from workers.ray.fault_tolerant_pool import PoolMember, PoolSpec
-from workers.ray.worker_process import Remote
+from workers.ray.worker_process import Raylet, Remote
 from workers.rollout.rollout_pool import ANSWER_S, QUESTION_S, STUCK_S, RolloutPool, SessionPool
 from workers.rollout.rollout_worker import RolloutWorker
 from workers.rollout.session_worker import SessionWorker
@@ -93,6 +93,7 @@ class Answering:
         self.ends: dict[str, asyncio.Future[None]] = {}
         self.asked: list[tuple[str, int]] = []
         self.killed: list[str] = []
+        self.cut_off: set[str] = set()
         self.started: list[str] = []
 
     async def answered(self, member: PoolMember, assignment: Assignment) -> tuple[object, PayloadRef]:
@@ -125,6 +126,12 @@ class FakeWorker(Remote[Any]):
                 await done.wait()
                 if isinstance(error := self.of.set_up_ends.get(self.name), Exception):
                     raise error
+
+    async def raylet(self) -> Raylet:
+        return "", 0
+
+    async def is_cut_off(self, raylet: Raylet) -> bool:
+        return self.name in self.of.cut_off
 
     def kill(self, *, restart: bool = False) -> None:
         self.of.killed.append(self.name)
@@ -178,7 +185,7 @@ def actor_of(pool: RolloutPool | SessionPool, index: int) -> Actor:
 
 def met(actor: Actor) -> list[tuple[list[str], list[str]]]:
     """Replicas that a session worker was told of, and those that are stuck, in order."""
-    return [([each.name for each in replicas], stuck) for replicas, stuck in actor.meet.asked]
+    return [([each.name for each in replicas], stuck) for replicas, stuck, _ in actor.meet.asked]
 
 
 def assignment(group_id: int = 0) -> Assignment:
@@ -707,5 +714,71 @@ def test_work_past_its_deadline_raises_and_marks_the_worker_dead():
             await (await pool.sent())
         assert asyncio.get_running_loop().time() - start_s == pytest.approx(10.0)
         assert not pool.members[0].is_live
+
+    run_virtual(scenario())
+
+
+def silent_until(pool: Scripted, index: int) -> asyncio.Event:
+    """Let a replica answer no heartbeat until the event is set."""
+    answer = asyncio.Event()
+    actor_of(pool, index).beat.answer = answer
+    return answer
+
+
+def test_a_replica_behind_a_cut_link_keeps_its_place_while_others_do_its_work():
+    async def scenario() -> None:
+        pool = Scripted(size=2)
+        await pool.ready()
+        pool.cut_off.add("rollout-0")
+        link = silent_until(pool, 0)
+        await asyncio.sleep(20)
+        assert [error.detail.partition(":")[0] for error in pool.failures] == ["its node is cut off"]
+        await pool.replace_episode("rollout-0")
+        groups = [asyncio.create_task(pool.run(assignment(n))) for n in range(2)]
+        await settle()
+        assert pool.asked == [("rollout-1", 0), ("rollout-1", 1)]
+        link.set()
+        pool.cut_off.clear()
+        await asyncio.sleep(10)
+        assert (pool.started, pool.killed, pool.recovered) == (["rollout-0", "rollout-1"], [], ["rollout-0"])
+        groups.append(asyncio.create_task(pool.run(assignment(2))))
+        await settle()
+        assert pool.asked[-1] == ("rollout-0", 2)
+        for group in groups:
+            group.cancel()
+        await settle()
+
+    run_virtual(scenario())
+
+
+def test_the_only_replica_goes_on_with_its_groups_once_its_link_is_back():
+    async def scenario() -> None:
+        pool = Scripted(size=1)
+        await pool.ready()
+        pool.cut_off.add("rollout-0")
+        link = silent_until(pool, 0)
+        before = asyncio.create_task(pool.run(assignment(0)))
+        await asyncio.sleep(20)
+        during = asyncio.create_task(pool.run(assignment(1)))
+        await settle()
+        assert not before.done() and pool.asked == [("rollout-0", 0)]
+        link.set()
+        pool.cut_off.clear()
+        await asyncio.sleep(10)
+        assert pool.asked == [("rollout-0", 0), ("rollout-0", 1)]
+        pool.end("rollout-0")
+        assert [(await group)[0].group_id for group in (before, during)] == [0, 1]
+        assert pool.killed == [] and [error.worker for error in pool.failures] == ["rollout-0"]
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_is_silent_on_a_node_that_answers_is_replaced():
+    async def scenario() -> None:
+        pool = Scripted(size=2)
+        await pool.ready()
+        silent_until(pool, 0)
+        await asyncio.sleep(20)
+        assert pool.started[2:] == ["rollout-0.1"]
 
     run_virtual(scenario())
