@@ -35,7 +35,7 @@ ANSWER_S = 2.0
 """Deadline of a connection to the head."""
 MISSES = 3
 """Refused connections in a row after which the head counts as lost."""
-CUT_S = 40.0
+CUT_S = 30.0
 """Seconds without any answer after which it does: Ray itself waits 60 s for a link, and needs some to end."""
 STUCK_S = 20.0
 """Seconds without a look after which the stacks of all threads are written to stderr: something holds Python's lock."""
