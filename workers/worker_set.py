@@ -215,7 +215,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         stabilizer=config.stabilizer,
         distribution=config.rollout.distribution,
         probe_length=_probe_length(config),
-        resources=_resources(config, "actor"),
+        resources=_trainer_resources(config, "actor"),
     )
     ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, relays.route)
     columns = config.algorithm.columns
@@ -252,7 +252,7 @@ def start_critic(config: Config) -> CriticHandle:
         savings=config.train.savings,
         lora=config.critic_lora,
         algorithm=config.algorithm,
-        resources=_resources(config, "critic"),
+        resources=_trainer_resources(config, "critic"),
     )
     ranks = _ranks(config, "critic", CriticRank, spec.resources, spec, config.model.path)
     return CriticHandle(ranks, _silence_s(config), config.train.mesh.num_peers)
@@ -277,6 +277,10 @@ def _ranks(
 def _resources(config: Config, role: WorkerRole) -> Resources:
     own, network = config.resources[role], config.train.network
     return Resources(own.cpus, own.num_gpus, own.threads, network.interface or "", network.ports)
+
+
+def _trainer_resources(config: Config, role: WorkerRole) -> Resources:
+    return replace(_resources(config, role), has_growing_segments=True)
 
 
 def _silence_s(config: Config) -> float:
@@ -443,7 +447,7 @@ def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
 
 def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
     """Start the worker with the frozen initial model of a policy, or another one."""
-    resources = _resources(config, "reference")
+    resources = _trainer_resources(config, "reference")
     arguments = config.reference_path, config.dtype, config.rollout.distribution, config.micro_batch_tokens
     build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
 

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""Variable that PyTorch reads the settings of its allocator from, when it is imported."""
+OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""Its former name, which PyTorch and vLLM still read."""
 SEMAPHORES = "rlsys-"
 """Begin of the names of semaphores in a local cluster."""
 ANSWER_S = 20.0
@@ -54,6 +58,19 @@ class Resources:
     """Network interface for collectives; empty: that of the node's address."""
     ports: tuple[int, int] | None = None
     """First and last port of a meeting place; None: any."""
+    has_growing_segments: bool = False
+    """True if PyTorch's memory on a GPU grows in place, so that batches of changing lengths leave no gaps in it. False
+    for vLLM, which refuses or undoes it where its memory sleeps or other hosts read it."""
+
+    def allocator_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables for PyTorch's allocator in such a process; none if `environment` has settings for it.
+
+        >>> Resources(num_gpus=1.0, has_growing_segments=True).allocator_variables({})
+        {'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}
+        """
+        if not (self.num_gpus and self.has_growing_segments) or environment.keys() & {ALLOCATOR, OLD_ALLOCATOR}:
+            return {}
+        return {ALLOCATOR: "expandable_segments:True"}
 
     def claim(self) -> torch.device:
         """Limit the threads of this process and return its device: the GPU from Ray if one was requested, else the

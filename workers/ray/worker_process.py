@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import os
 import pickle
 import re
 import sys
 import sysconfig
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import iscoroutine, iscoroutinefunction
@@ -376,19 +377,14 @@ def start(
     policy decides.
 
     A worker with async methods serves many calls at once. Any other worker serves one at a time, because Ray would
-    start a thread for each. The process inherits the driver's import path, and has its thread count in the environment
-    before any import.
+    start a thread for each. The process inherits the driver's import path, and has its thread count and the settings of
+    its allocator in the environment before any import.
     """
     is_async = any(iscoroutinefunction(getattr(kind, method)) for method in dir(kind))
     # The class has the worker's name, because Ray shows it in process titles and on its dashboard.
     process = type(kind.__name__, (_ManyAtOnce if is_async else _OneAtATime,), {})
-    threads = str(resources.threads)
     environment = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": search_path(),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        **library_variables(resources, os.environ),
         **vitals.environment_of(name),
         **node_network.environment_of(resources.interface),
     }
@@ -404,6 +400,19 @@ def start(
         runtime_env=fork_environment(environment, has_gpu=resources.num_gpus > 0),
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
+
+
+def library_variables(resources: Resources, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a worker's process that its libraries read; `environment` is the driver's."""
+    threads = str(resources.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": search_path(),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        **resources.allocator_variables(environment),
+    }
 
 
 def this_worker(name: str, kind: type[W]) -> Remote[W]:

@@ -23,8 +23,9 @@ from rlsys.util.files import CONFIG
 from tests.groups import episode, group
 from tests.jobs import config_of
 from workers.ray.cluster import Resources
+from workers.ray.worker_process import library_variables
 from workers.rollout.rollout_worker import RolloutSpec
-from workers.worker_set import _replica_spec, _replicas, _rollout_spec, plays_beside_engines
+from workers.worker_set import _replica_spec, _replicas, _rollout_spec, _trainer_resources, plays_beside_engines
 
 pytestmark = pytest.mark.slow
 
@@ -178,6 +179,26 @@ def test_the_best_checkpoint_has_the_highest_or_the_lowest_value(tmp_path, best_
 def test_workers_have_the_resources_of_their_role(tmp_path):
     job = config(tmp_path, "resources.rollout={cpus: 2, threads: 3}")
     assert spec_of(job).resources == Resources(2.0, 0.0, 3)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reference"])
+def test_memory_of_a_rank_on_a_gpu_grows_in_place(tmp_path, role):
+    job = config(tmp_path, f"resources.{role}.gpus=1")
+    variables = library_variables(_trainer_resources(job, role), {})
+    assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_of_the_allocator_that_a_user_made_are_kept(tmp_path, name):
+    job = config(tmp_path, "resources.actor.gpus=1")
+    variables = library_variables(_trainer_resources(job, "actor"), {name: "max_split_size_mb:64"})
+    assert "PYTORCH_ALLOC_CONF" not in variables
+
+
+def test_a_replica_and_a_rank_without_a_gpu_have_no_settings_of_the_allocator(tmp_path):
+    job = config(tmp_path, "resources.rollout.gpus=1")
+    for resources in (spec_of(job).resources, _trainer_resources(job, "actor")):
+        assert "PYTORCH_ALLOC_CONF" not in library_variables(resources, {})
 
 
 def test_a_run_keeps_its_configuration_with_a_step_that_fails(tmp_path):
