@@ -98,14 +98,17 @@ $(VENV)/.installed-dev: requirements/dev.lock $(VENV)/.installed
 	@$(INSTALL) $<
 	@touch $@
 
-COMPILE = $(UV) pip compile --quiet --generate-hashes --python-version 3.11 --no-annotate --no-emit-find-links \
+COMPILE = pip compile --quiet --generate-hashes --python-version 3.11 --no-annotate --no-emit-find-links \
   --no-emit-index-url --custom-compile-command "make lock"
 OVERRIDES := --override requirements/cpu-overrides.txt
 
 lock: $(VENV)/.uv
-	$(COMPILE) requirements/installer.in -o requirements/installer.lock
-	$(COMPILE) $(OVERRIDES) requirements/cpu.in -o requirements/cpu.lock
-	$(COMPILE) $(OVERRIDES) --override requirements/cpu.lock requirements/dev.in -o requirements/dev.lock
+	$(UV) $(COMPILE) requirements/installer.in -o requirements/installer.lock
+	$(UV) $(COMPILE) $(OVERRIDES) requirements/cpu.in -o requirements/cpu.lock
+	$(UV) $(COMPILE) $(OVERRIDES) --override requirements/cpu.lock requirements/dev.in -o requirements/dev.lock
+	cat requirements/cpu.lock requirements/cuda.lock > requirements/both.lock # where cuda.in leaves a choice: as before
+	mv requirements/both.lock requirements/cuda.lock
+	$(UV) --cuda $(COMPILE) --no-build requirements/cuda.in -o requirements/cuda.lock
 
 audit: setup
 	$(PY) requirements/audit.py

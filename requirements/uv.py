@@ -3,7 +3,8 @@
 uv installs the lock ten times faster than pip but reads none of pip's settings. This passes them on, from pip's
 environment variables and files alike, with one source for each package. torch comes from the index that PyTorch
 publishes its CPU builds on, which uv knows by name, or from `find-links` where pip has them. All other packages come
-from one index, `index-url` or PyPI. pip's `extra-index-url` is left out: two indexes could offer the same package.
+from one index, `index-url` or PyPI. With `--cuda`, as in `python requirements/uv.py --cuda pip install ...`, torch does
+too: its builds there are for CUDA. pip's `extra-index-url` is left out: two indexes could offer the same package.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ def pip_settings(listing: str) -> dict[str, str]:
     return {key.rpartition(".")[2]: str(ast.literal_eval(value)) for key, value in rows}
 
 
-def uv_variables(settings: Mapping[str, str]) -> dict[str, str]:
+def uv_variables(settings: Mapping[str, str], *, cuda: bool = False) -> dict[str, str]:
     """The environment variables that give uv these settings.
 
     >>> uv_variables({"find-links": "/wheels /more", "extra-index-url": "https://other"})
     {'UV_FIND_LINKS': '/wheels,/more'}
     """
     variables = {name: settings[key] for key, name in VALUES.items() if key in settings}
+    if cuda:
+        return variables
     if "find-links" in settings:
         return variables | {"UV_FIND_LINKS": ",".join(settings["find-links"].split())}
     return variables | {"UV_TORCH_BACKEND": "cpu"}
@@ -46,9 +49,11 @@ def main(arguments: list[str]) -> int:
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
-    environment = uv_variables(pip_settings(listing.stdout)) | dict(os.environ)
+    cuda = arguments[:1] == ["--cuda"]
+    environment = uv_variables(pip_settings(listing.stdout), cuda=cuda) | dict(os.environ)
     environment["VIRTUAL_ENV"] = sys.prefix
-    return subprocess.run([Path(sys.executable).with_name("uv"), *arguments], env=environment, check=False).returncode
+    words = [Path(sys.executable).with_name("uv"), *arguments[cuda:]]
+    return subprocess.run(words, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

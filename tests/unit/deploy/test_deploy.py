@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 SLURM = DEPLOY / "slurm" / "rlsys.sbatch"
 BIN = Path(sys.executable).parent
+DOCKERFILES = ["Dockerfile.cpu", "Dockerfile.cuda"]
 
 TEXT = {"type": "string"}
 COUNT = {"type": "integer", "minimum": 0}
@@ -214,23 +215,33 @@ def test_the_job_inside_the_rayjob_is_a_valid_configuration(manifest: list[dict[
     assert str(config.run.folder) in {m["mountPath"] for m in mounts}
 
 
-@pytest.mark.parametrize("name", ["Dockerfile.cpu", "kuberay/rayjob.yaml", "slurm/rlsys.sbatch"])
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda", "kuberay/rayjob.yaml", "slurm/rlsys.sbatch"])
 def test_deployment_files_name_untested_parts_and_run_rlsys_train(name: str):
     text = (DEPLOY / name).read_text()
     head = "\n".join(text.splitlines()[:5])
     assert re.search(r"never (built|applied|run)", head)
-    assert re.search(r"rlsys( |:cpu )train", text)
+    assert re.search(r"rlsys( |:cpu |:cuda )train", text)
 
 
-def test_the_dockerfile_names_images_only_by_digest():
-    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", (DEPLOY / "Dockerfile.cpu").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_dockerfile_names_images_only_by_digest(name: str):
+    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", (DEPLOY / name).read_text(), re.MULTILINE)
     images = {image for image, _ in stages} - {name for _, name in stages}
     assert images
     assert [image for image in images if not re.fullmatch(r"[\w.:/-]+@sha256:[0-9a-f]{64}", image)] == []
 
 
-def test_hadolint_finds_nothing_in_the_dockerfile():
-    done = subprocess.run([BIN / "hadolint", DEPLOY / "Dockerfile.cpu"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_runs_as_a_user_without_privileges_and_gets_what_the_other_gets(name: str):
+    lines = (DEPLOY / name).read_text().splitlines()
+    assert [line for line in lines if line.startswith("USER")] == ["USER 1000"]
+    ignored = [(DEPLOY / f"{each}.dockerignore").read_text() for each in DOCKERFILES]
+    assert ignored[0] == ignored[1]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_hadolint_finds_nothing_in_the_dockerfile(name: str):
+    done = subprocess.run([BIN / "hadolint", DEPLOY / name], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
