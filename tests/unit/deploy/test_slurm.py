@@ -28,7 +28,7 @@ STAND_INS = {
         node=${*##*--node-name=}
         node=" ${node%% *} "
         case "$*" in
-          "list nodes "*) for each in "$JOINED"/*; do echo "{\\"node_name\\": \\"${each##*/}\\", \\"state\\": 1}"; done ;;
+          "list nodes "*) for each in "$JOINED"/*; do echo "{\\"node_name\\": \\"${each##*/}\\"}"; done ;;
           *--block*)
             case "$FAILING" in *"$node"*) echo "no GPU is left" >&2; exit 1 ;; esac
             case "$HANGING" in *"$node"*) ;; *) touch "$JOINED/$(echo $node)" ;; esac
