@@ -1,7 +1,7 @@
 """Print the bill of materials of this Python's environment: `python requirements/sbom.py > sbom.cdx.json`.
 
 The format is CycloneDX 1.6, JSON. It lists the interpreter, the Python packages of the environment, and on Debian the
-installed Debian packages: all that an image of `deploy/Dockerfile.cpu` has. The same installation gives the same bytes.
+installed Debian packages: all that an image of `deploy/` has. The same installation gives the same bytes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -224,6 +225,13 @@ def job_of(objects: Objects, folder: Path) -> Config:
 
 def test_every_object_has_only_keys_that_its_schema_knows(objects: Objects):
     assert [problem for (kind, _), each in objects.items() for problem in problems(SCHEMAS[kind], each)] == []
+
+
+def test_a_key_that_no_schema_knows_is_an_error():
+    job = deepcopy(objects_of("base")["RayJob", "rlsys"])
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["hostNetwork"] = True
+    (problem,) = problems(SCHEMAS["RayJob"], job)
+    assert "'hostNetwork' was unexpected" in problem
 
 
 @pytest.mark.parametrize("path", sorted(KUBERAY.glob("*/*.yaml")), ids=lambda path: "/".join(path.parts[-2:]))

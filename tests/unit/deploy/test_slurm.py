@@ -20,6 +20,7 @@ STAND_INS = {
     "srun": f'echo "srun $*" >> "$LOG"; {SKIP_OPTIONS}; exec "$@"',
     "apptainer": f'echo "apptainer $*" >> "$LOG"; shift; {SKIP_OPTIONS}; while [ "$1" != img.sif ]; do shift; done; '
     'shift; exec "$@"',
+    "sleep": 'test "$1" != 1 || set 0.05; exec /bin/sleep "$1"',
     "hostname": 'echo "10.1.0.1 172.17.0.1 "',
     # A node joins once `ray start` runs there, except those in FAILING, where it ends, and in HANGING.
     "ray": """
