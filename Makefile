@@ -106,9 +106,9 @@ lock: $(VENV)/.uv
 	$(UV) $(COMPILE) requirements/installer.in -o requirements/installer.lock
 	$(UV) $(COMPILE) $(OVERRIDES) requirements/cpu.in -o requirements/cpu.lock
 	$(UV) $(COMPILE) $(OVERRIDES) --override requirements/cpu.lock requirements/dev.in -o requirements/dev.lock
-	cat requirements/cpu.lock requirements/cuda.lock > requirements/both.lock # where cuda.in leaves a choice: as before
-	mv requirements/both.lock requirements/cuda.lock
-	$(UV) --cuda $(COMPILE) --no-build requirements/cuda.in -o requirements/cuda.lock
+	cat requirements/cpu.lock requirements/cuda.lock > requirements/cuda.new # where cuda.in leaves a choice: as in these
+	$(UV) --cuda $(COMPILE) --no-build requirements/cuda.in -o requirements/cuda.new
+	mv requirements/cuda.new requirements/cuda.lock
 
 audit: setup
 	$(PY) requirements/audit.py
