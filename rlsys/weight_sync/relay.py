@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from rlsys.contracts import Arrival
@@ -183,6 +183,7 @@ class Relay:
         self._pulling: dict[int, PolicyVersion] = {}
         """By rank: one of its versions is pulled at a time."""
         self._changed = asyncio.Condition()
+        self._repairing = asyncio.Lock()
         self._reports: asyncio.Queue[WorkerError] = asyncio.Queue()
         self._is_short = False
         """True once the lack of memory for local copies was reported."""
@@ -296,10 +297,27 @@ class Relay:
         for version, rank in newest_first:
             await self._take_in(version, rank, neighbours, wait=False)
 
+    @remote("repairing bucket {bucket}", patience=TRIES)
+    async def repair(self, bucket: str, neighbours: Sequence[RelayPeer]) -> None:
+        """Look at a bucket that a reader got with other bytes than its hash tells. If it is damaged here, take it again
+        from the first of `neighbours`, or else the rank, that has it intact. Raises the error of the last of them."""
+        async with self._repairing:
+            parts = (announcement for known in self._known.values() for announcement in known.values())
+            found = next(((a, b) for a in parts for b in a.part.buckets if b.hash == bucket), None)
+            if found is None or bucket not in self._buckets:
+                return
+            data = await self._from(self, self._store.fetch(self._buckets[bucket], self.name), "reading a bucket")
+            if await self._store.digest(data) == bucket:
+                return
+            announcement = replace(found[0], deltas={})
+            detail = f"bucket {bucket} of version {announcement.version} was damaged in memory, and is taken again"
+            self._reports.put_nowait(WorkerError(self.name, "keeping weights", detail))
+            await self._take(found[1], announcement, [*neighbours, announcement.origin], wait=False)
+
     @remote("keeping weights", patience=math.inf)
     async def watch(self) -> WorkerError:
         """Wait, without a deadline, for a problem to report to a person; each is returned to one caller. A problem is a
-        version that could not be received, or (once) a lack of memory."""
+        version that could not be received, a damaged bucket, or (once) a lack of memory."""
         return await self._reports.get()
 
     # ------------------------------------------------------------------------------------------------------- internals

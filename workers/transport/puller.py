@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from rlsys.errors import WorkerError
-from rlsys.types import PolicyVersion
+from rlsys.errors import WeightsMismatch, WorkerError
+from rlsys.types import PolicyVersion, Ref
 from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
-from rlsys.weight_sync.manifest import Manifest
+from rlsys.weight_sync.manifest import Bucket, Manifest
 from rlsys.weight_sync.relay import FAILURES, Relay, passing, patiently
 from rlsys.weight_sync.sync import with_deadline
 from workers.ray.worker_process import Remote
-from workers.transport.buckets import ReceivedWeights
+from workers.transport.buckets import ReceivedWeights, bucket_hash
 from workers.transport.route import Route
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -34,7 +35,8 @@ class WeightPuller:
         """Bytes of the last version."""
 
     async def pull(self, at_least: PolicyVersion) -> tuple[Manifest, Mapping[str, Tensor]]:
-        """Pull the relay's newest version, no older than `at_least`. Tensors are read-only views of shared memory.
+        """Pull the relay's newest version, no older than `at_least`. Tensors are read-only views of shared memory. The
+        bytes are those that their hashes tell.
 
         While relays restart or hang, tries the others in turn, repeatedly. Raises `WeightsMismatch` if all have evicted
         a pinned version, `DeadlineExceeded` after `deadline_s`.
@@ -59,7 +61,29 @@ class WeightPuller:
         give = relay.proxy.pin if self._is_pinned else relay.proxy.newest
         manifest, refs = await give(at_least)
         phase = f"sending the bytes of version {manifest.version}"
-        fetched = asyncio.gather(*(self._transport.fetch(ref, relay.name, phase) for ref in refs))
+        buckets = zip(manifest.buckets, refs, strict=True)
+        fetched = asyncio.gather(*(self._fetch(bucket, ref, relay, phase) for bucket, ref in buckets))
         self._num_bytes = manifest.num_bytes
-        buckets = await with_deadline(fetched, self._deadline_s / 2, relay.name, phase)
-        return manifest, ReceivedWeights(manifest, buckets, relay.name)
+        received = await with_deadline(fetched, self._deadline_s / 2, relay.name, phase)
+        return manifest, ReceivedWeights(manifest, received, relay.name)
+
+    async def _fetch(self, bucket: Bucket, ref: Ref, relay: Remote[Relay], phase: str) -> np.ndarray:
+        """Return a bucket that is intact. One that arrives damaged is fetched again, from the same relay once it has
+        looked at its own copy, and then from others. Raises `WeightsMismatch` if none has it intact."""
+        data = await self._transport.fetch(ref, relay.name, phase)
+        if await self._is_intact(data, bucket):
+            return data
+        for source in sorted(self._relays, key=lambda other: other is not relay):
+            others = [other.proxy for other in self._relays if other is not source]
+            try:
+                await source.proxy.repair(bucket.hash, others)
+                data = await self._transport.fetch(await source.proxy.give(bucket.hash, wait=False), source.name, phase)
+            except FAILURES:
+                continue
+            if await self._is_intact(data, bucket):
+                return data
+        raise WeightsMismatch(relay.name, phase, f"bucket {bucket.hash} is damaged at every relay")
+
+    @staticmethod
+    async def _is_intact(data: np.ndarray, bucket: Bucket) -> bool:
+        return await asyncio.to_thread(bucket_hash, data) == bucket.hash
