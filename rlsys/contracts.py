@@ -25,11 +25,12 @@ from rlsys.types import (
     Task,
     VersionSpan,
 )
+from rlsys.util.hashed_files import SavedFile
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-Files: TypeAlias = Mapping[str, int]
-"""Sizes in bytes of the files that workers report as written, by their paths in the folder that they were given."""
+Files: TypeAlias = Mapping[str, SavedFile]
+"""Sizes and hashes of the files that workers report as written, by their paths in the folder that they were given."""
 
 
 class Saving(Protocol[T_co]):
@@ -272,8 +273,8 @@ class Actor(TrainedModel, Protocol):
         Raises `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
         """
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
-        """Write finished groups with their payloads, for `load_groups`; return the size of the file in bytes.
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
+        """Write finished groups with their payloads, for `load_groups`; return the size and hash of the file.
 
         Raises `PayloadLost` before writing. May run beside a step.
         """

@@ -29,7 +29,7 @@ import typer
 from ruamel.yaml import YAML
 
 from rlsys.errors import RlsysError
-from rlsys.loop.checkpoint import write_manifest
+from rlsys.loop.checkpoint import hash_files, write_manifest
 from rlsys.util.files import CONFIG
 from tests.damage import damage, with_odd_value
 from tests.histories import History, Shape
@@ -87,7 +87,7 @@ def foreign_run(folder: Path) -> Path:
     (checkpoint / "actor" / "model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}")
     (checkpoint / "groups.jsonl").write_text("")
     (checkpoint / "driver.json").write_text('{"version": 2, "published": {}}')
-    write_manifest(checkpoint)
+    write_manifest(checkpoint, hash_files(checkpoint))
     return folder
 
 

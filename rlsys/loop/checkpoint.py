@@ -9,7 +9,8 @@
         manifest.json    size and content hash of every file above; a checkpoint with others is damaged
     checkpoints/latest   name of the newest complete checkpoint: a text file, since object stores have no links
 
-A checkpoint is first written as `step_N.tmp`, then flushed to disk, renamed, and named in `latest`. After an
+The manifest consists of what the ranks report of the files that they wrote: the driver reads none of them. A checkpoint
+is first written as `step_N.tmp`, then flushed to disk, renamed, and named in `latest`. After an
 interruption at any point, the previous checkpoint is still complete and is found.
 
 A step that produced non-finite numbers is saved in the same form, so that it can be computed again:
@@ -50,6 +51,7 @@ from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
 from rlsys.util.files import flush, write_atomically
+from rlsys.util.hashed_files import SavedFile
 from rlsys.util.regular_files import open_regular, read_regular
 
 T = TypeVar("T")
@@ -77,14 +79,6 @@ class DriverState:
     """Results of evaluations by metric and version, see `BestCheckpoints`; empty in checkpoints older than this key."""
     state_v: int = STATE_FORMAT
     """Format of the file; a file without this key has format 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedFile:
-    """A file as it was saved."""
-
-    num_bytes: int
-    xxh3_128: str
 
 
 _MANIFEST = TypeAdapter(dict[str, SavedFile])
@@ -142,8 +136,9 @@ class Checkpoints:
         """Complete the checkpoint whose files are in the folder `partial`; return its final folder."""
         final = partial.with_suffix("")
         check_seen(partial, files)
-        (partial / STATE).write_bytes(_STATE.dump_json(state, indent=1))
-        write_manifest(partial)
+        content = _STATE.dump_json(state, indent=1)
+        (partial / STATE).write_bytes(content)
+        write_manifest(partial, {**files, STATE: SavedFile.of(content)})
         flush(partial, partial.iterdir())
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -354,13 +349,17 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, xxh3_128).hexdigest()  # pyrefly: ignore[bad-argument-type]
 
 
-def write_manifest(folder: Path) -> None:
-    """Write sizes and hashes of all files in `folder`, which completes it. Raises `OSError`."""
+def write_manifest(folder: Path, files: Files) -> None:
+    """Write sizes and hashes of the files in `folder`, which completes it. Raises `OSError`."""
+    (folder / MANIFEST).write_bytes(_MANIFEST.dump_json(dict(sorted(files.items())), indent=1))
+
+
+def hash_files(folder: Path) -> Files:
+    """Read all files in `folder`; return their sizes and hashes. Raises `OSError`."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
         saved = threads.map(lambda path: SavedFile(path.stat().st_size, file_hash(path)), paths)
-        manifest = {path.relative_to(folder).as_posix(): each for path, each in zip(paths, saved, strict=True)}
-    (folder / MANIFEST).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
+        return {path.relative_to(folder).as_posix(): each for path, each in zip(paths, saved, strict=True)}
 
 
 def read_state(checkpoint: Path) -> DriverState:
@@ -399,13 +398,13 @@ class _NotShared(CheckpointError):
 
 def check_seen(folder: Path, files: Files) -> None:
     """Raise `CheckpointError` unless `folder` has all files that the ranks report: they may run on other machines."""
-    for name, num_bytes in sorted(files.items()):
+    for name, saved in sorted(files.items()):
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
-        if size != num_bytes:
+        if size != saved.num_bytes:
             problem = "is missing" if size is None else f"has {size} bytes"
             raise _NotShared(
-                f"{path} {problem}, and a rank wrote {num_bytes} bytes to it: "
+                f"{path} {problem}, and a rank wrote {saved.num_bytes} bytes to it: "
                 "let run.folder be a folder that all machines share"
             )
 
@@ -429,7 +428,7 @@ class SavedModels:
     async def write_copy(self) -> Files:
         of_models = await asyncio.gather(*(saving.write_copy() for saving in self._savings.values()))
         named = zip(self._savings, of_models, strict=True)
-        return {f"{name}/{file}": num_bytes for name, files in named for file, num_bytes in files.items()}
+        return {f"{name}/{file}": saved for name, files in named for file, saved in files.items()}
 
 
 async def load_models(workers: Workers, folder: Path) -> int:

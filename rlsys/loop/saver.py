@@ -26,6 +26,7 @@ from rlsys.loop.step_metrics import StepClock
 from rlsys.loop.stop_request import StopRequest
 from rlsys.monitoring.events import CheckpointSaved, Events, WorkerFailed
 from rlsys.util.deadlines import unless
+from rlsys.util.hashed_files import SavedFile
 from rlsys.weight_sync.sync import WeightSync
 
 SAVE_S = 300.0
@@ -158,9 +159,9 @@ class Saver:
         if self.copies:
             self.copies.begin()
 
-    async def save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> int:
-        """Write the groups; return the size of the file. Leave out groups whose payload is lost, and reissue them
-        unless they are in training now."""
+    async def save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> SavedFile:
+        """Write the groups; return the size and hash of the file. Leave out groups whose payload is lost, and reissue
+        them unless they are in training now."""
         try:
             return await self.workers.actor.save_groups(path, [each.group for each in groups])
         except PayloadLost as error:
@@ -186,5 +187,5 @@ class _SavedFiles:
 
     async def write_copy(self) -> Files:
         groups = self.saver.save_groups(self.folder / GROUPS, self.finished)
-        num_bytes, files = await asyncio.gather(groups, self.models.write_copy())
-        return {**files, GROUPS: num_bytes}
+        of_groups, files = await asyncio.gather(groups, self.models.write_copy())
+        return {**files, GROUPS: of_groups}

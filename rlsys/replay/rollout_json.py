@@ -28,6 +28,7 @@ from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
 from rlsys.types import POLICY, Episode, EpisodeMeta, Group, GroupKey, PolicyVersion, Task
+from rlsys.util.hashed_files import SavedFile
 from rlsys.util.regular_files import open_regular
 
 Record = TypeVar("Record")
@@ -142,17 +143,18 @@ class GroupRecord:
     episodes: tuple[Episode, ...]
 
 
-def write_groups(path: Path, records: Iterable[GroupRecord]) -> int:
-    """Write finished groups for `read_groups`; return the size of the file in bytes.
+def write_groups(path: Path, records: Iterable[GroupRecord]) -> SavedFile:
+    """Write finished groups for `read_groups`; return the size and hash of the file.
 
     The file appears whole. Bytes are written in base64, and each number of an array with as many digits as its type
     needs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
-    num_bytes = partial.write_bytes(b"".join(orjson.dumps(_bare(r), default=as_plain, option=_LINES) for r in records))
+    content = b"".join(orjson.dumps(_bare(r), default=as_plain, option=_LINES) for r in records)
+    partial.write_bytes(content)
     partial.replace(path)
-    return num_bytes
+    return SavedFile.of(content)
 
 
 def _bare(record: GroupRecord) -> Fields:

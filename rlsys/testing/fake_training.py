@@ -19,6 +19,7 @@ from rlsys.replay.rollout_parquet import write_records
 from rlsys.testing.fake_pools import now
 from rlsys.testing.world_state import WorldState
 from rlsys.types import Episode, Group, PolicyVersion, Ref
+from rlsys.util.hashed_files import SavedFile
 
 
 class _FakeProcess:
@@ -143,9 +144,10 @@ class FakeSaving:
         return await self.model.write_state(self.folder, self._state)
 
 
-def _write(path: Path, text: str) -> int:
+def _write(path: Path, text: str) -> SavedFile:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.write_bytes(text.encode())
+    path.write_bytes(text.encode())
+    return SavedFile.of(text.encode())
 
 
 class FakeActor(_FakeModel):
@@ -229,7 +231,7 @@ class FakeActor(_FakeModel):
         self._begin("record_evaluated")
         await copy_and_write(self.record(path, version, evaluated))
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
         self._begin("save_groups")
         await self.world.fetch("save_groups", groups)
         return write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])

@@ -22,7 +22,7 @@ from rlsys import Config, export, train
 from rlsys.errors import CheckpointError, RlsysError
 from rlsys.launch.offline_commands import export_once, replay_step
 from rlsys.launch.run_folder import checkpoint_of, start_of
-from rlsys.loop.checkpoint import DriverState, newest_whole, read_state, write_manifest
+from rlsys.loop.checkpoint import DriverState, hash_files, newest_whole, read_state, write_manifest
 from rlsys.testing import FakeRun
 from tests.damage import with_odd_value
 from tests.jobs import config_of
@@ -244,7 +244,7 @@ def test_a_state_changed_by_hand_is_refused_in_words(fake_run: Path, random: Ran
             lines[place] = json.dumps(with_odd_value(json.loads(lines[place]), random))
         path.write_bytes("\n".join(lines).encode(errors="surrogatepass"))
         (checkpoint / "manifest.json").unlink()
-        write_manifest(checkpoint)
+        write_manifest(checkpoint, hash_files(checkpoint))
         with suppress(RlsysError):
             FakeRun(folder, run={"steps": 5}, asynchrony={"max_staleness": 2}).train()
 
@@ -255,6 +255,6 @@ def test_a_deeply_nested_state_is_refused(fake_run: Path, tmp_path: Path) -> Non
     assert checkpoint is not None
     (checkpoint / "driver.json").write_text("[" * 100_000)
     (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint)
+    write_manifest(checkpoint, hash_files(checkpoint))
     with pytest.raises(CheckpointError, match=r"driver\.json cannot be read"):
         read_state(checkpoint)

@@ -9,7 +9,7 @@ import torch
 
 from rlsys.contracts import Files
 from rlsys.errors import CheckpointError
-from rlsys.loop.checkpoint import check_seen
+from rlsys.loop.checkpoint import check_seen, hash_files
 from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend
@@ -40,12 +40,12 @@ def save_apart(model_path: str, folder: Path, ranks: RankGroup) -> Files:
 
 def test_each_rank_reports_the_files_that_it_wrote(model_path: str, two_ranks: JoinedRanks, tmp_path: Path) -> None:
     reports = two_ranks(save_apart, model_path, tmp_path)
-    first, second = ({p.name: p.stat().st_size for p in (tmp_path / f"machine{rank}").iterdir()} for rank in range(2))
+    first, second = (hash_files(tmp_path / f"machine{rank}") for rank in range(2))
     assert reports == [first, second]
     assert first and second and not first.keys() & second.keys()
     check_seen(tmp_path / "machine1", second)
     with pytest.raises(CheckpointError, match=rf"machine1/{min(first)} is missing, and a rank wrote"):
-        check_seen(tmp_path / "machine1", first | second)
+        check_seen(tmp_path / "machine1", {**first, **second})
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from rlsys.loop.checkpoint import copy_and_write
 from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, GroupKey, Task, Turn
+from rlsys.util.hashed_files import SavedFile
 from tests.groups import num_ok, report_of
 from tests.jobs import config_of
 from tests.ray_workers import kill_for_good, kill_worker
@@ -435,7 +436,7 @@ def test_finished_groups_survive_a_restart(kit, tmp_path, count):
         await actor.publish(30)
         groups = [await scored(kit, await rolled_out(kit, version=30, group_id=s)) for s in range(count)]
         path = tmp_path / "groups.jsonl"
-        assert await actor.save_groups(path, groups) == path.stat().st_size
+        assert await actor.save_groups(path, groups) == SavedFile.of(path.read_bytes())
         loaded = await actor.load_groups(path)
         groups = [replace(group, key=GroupKey(group.group_id, 0)) for group in groups]
         assert [replace(g, payload=None) for g in loaded] == [replace(g, payload=None) for g in groups]

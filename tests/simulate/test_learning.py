@@ -25,6 +25,7 @@ from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.replay.rollout_json import read_groups
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
+from rlsys.util.hashed_files import SavedFile
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
 ALL = frozenset(Column)
@@ -447,7 +448,7 @@ def test_a_critic_failure_is_kept_after_the_policy_stepped(tmp_path):
     assert kept["weights.json"] != kept_of(saved)["weights.json"]
 
 
-ELSEWHERE = {"shard-00002.safetensors": 100}
+ELSEWHERE = {"shard-00002.safetensors": SavedFile.of(b"x" * 100)}
 """File that a second rank wrote to the disk of another machine."""
 
 
@@ -462,13 +463,14 @@ class CriticElsewhere(FakeCritic):
 
 
 class GroupsElsewhere(FakeActor):
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
         return await super().save_groups(path.with_name("other"), groups)
 
 
 class CutShort(FakeActor):
     async def write_state(self, folder: Path, state: str) -> Files:
-        return {name: num_bytes + 7 for name, num_bytes in (await super().write_state(folder, state)).items()}
+        files = await super().write_state(folder, state)
+        return {name: replace(file, num_bytes=file.num_bytes + 7) for name, file in files.items()}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Distribution, Episode, Group, PolicyVersion
 from rlsys.util.deadlines import remote
 from rlsys.util.files import flush
+from rlsys.util.hashed_files import SavedFile
 from rlsys.weight_sync.manifest import Rectangle
 from workers.ray.call_stream import Parcel
 from workers.ray.cluster import Resources
@@ -267,8 +268,8 @@ class ActorRank(Rank):
         return len(columns), columns
 
     @remote("writing {path.name}")
-    def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> int:
-        """Write groups with their payloads; return the size of the file in bytes.
+    def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> SavedFile:
+        """Write groups with their payloads; return the size and hash of the file.
 
         Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
         """

@@ -5,28 +5,29 @@ The files are data: reading them executes nothing, whoever wrote them.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
-from torch.distributed.checkpoint.storage import WriteResult
 
 from rlsys.contracts import Files
 from rlsys.errors import CheckpointError
+from rlsys.util.hashed_files import HashedWriter, SavedFile
 from workers.model.model_tensors import local
 from workers.train.rank_group import RankGroup
 
@@ -43,7 +44,7 @@ class Writing:
     folder: Path
     _copied: Future[None] | None
     _written: Future[None]
-    _shards: _ShardWriter
+    _shards: _ShardFiles
 
     def wait_copied(self) -> None:
         """Return once the state is copied, or could not be, which `wait` tells: it may change from then on."""
@@ -54,22 +55,25 @@ class Writing:
         """Return the files of this rank once those of every rank are written. Raises `CheckpointError`."""
         with _doing("write training state to", self.folder):
             self._written.result()
-            return {name: (self.folder / name).stat().st_size for name in self._shards.names}
+            return dict(self._shards.saved)
 
     def settle(self) -> None:
         """Return once nothing is read from the copy, written or not."""
         wait([self._written])
 
 
-class _ShardWriter(HuggingFaceStorageWriter):
-    """Writer of one rank's files, which keeps their names: the library reports them to rank 0 only."""
+class _ShardFiles(FileSystem):
+    """Files of one rank in a folder, hashed while they are written."""
 
-    names: Set[str] = frozenset()
+    def __init__(self) -> None:
+        self.saved: dict[str, SavedFile] = {}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        written = super().write_data(plan, planner)
-        self.names = {tensor.storage_data.relative_path for tensor in written.value()}
-        return written
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = HashedWriter(cast("IO[bytes]", stream))
+            yield hashed
+        self.saved[Path(path).name] = hashed.saved
 
 
 class StateWriter:
@@ -98,16 +102,17 @@ class StateWriter:
         """
         if self._newest is not None:
             self._newest.settle()
-        writer = _ShardWriter(str(folder), _files_of(state), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
+        writer.fs = shards = _ShardFiles()
         detached = {part: {name: t.detach() for name, t in tensors.items()} for part, tensors in state.items()}
         alone, group = self._ranks.num_ranks == 1, self._ranks.aside
         saving = async_save(
             detached, storage_writer=writer, async_stager=self._stager, process_group=group, no_dist=alone
         )
         if isinstance(saving, AsyncSaveResponse):
-            self._newest = Writing(folder, saving.staging_completion, saving.upload_completion, writer)
+            self._newest = Writing(folder, saving.staging_completion, saving.upload_completion, shards)
         else:
-            self._newest = Writing(folder, None, saving, writer)
+            self._newest = Writing(folder, None, saving, shards)
         return self._newest
 
     def wait_copied(self) -> None:

@@ -17,6 +17,7 @@ from rlsys.errors import CollectiveFailed, DeadlineExceeded, PayloadLost, RlsysE
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.deadlines import timeout, unless
 from rlsys.util.event_loops import all_or_none
+from rlsys.util.hashed_files import SavedFile
 from workers.ray.call_stream import Parcel, PayloadRef
 from workers.ray.worker_process import Remote, cause_of
 from workers.train.ranks import ActorRank, CriticRank, Rank, StepParcel
@@ -202,7 +203,7 @@ class RanksHandle(Generic[R]):
     async def write_state(self) -> Files:
         """Return the files of all ranks once they are on disk."""
         of_ranks = await self._gather(rank.beside(Rank.finish_save) for rank in self._ranks)
-        return {name: num_bytes for files in of_ranks for name, num_bytes in files.items()}
+        return {name: saved for files in of_ranks for name, saved in files.items()}
 
     def _by_batch(self) -> list[tuple[int, Remote[R]]]:
         """Return every rank with the number of its batches in the plan of a step."""
@@ -315,7 +316,7 @@ class ActorHandle(RanksHandle[ActorRank]):
         assert self.recorder is not None, "a run that records has one"
         await self.recorder.write_evaluated(path, version, evaluated)
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> int:
+    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
         return await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
 
     async def load_groups(self, path: Path) -> list[Group]:

@@ -12,7 +12,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.earlier_runs import changes_since, with_models_of_runs
 from rlsys.launch.run_folder import write_run_dir
-from rlsys.loop.checkpoint import GROUPS, STATE, write_manifest
+from rlsys.loop.checkpoint import GROUPS, STATE, hash_files, write_manifest
 
 NEEDED = ["run.steps=10", "data.path=rows.jsonl"]
 
@@ -29,9 +29,9 @@ def saved(run: Path, step: int) -> Path:
     (checkpoint / "model").mkdir(parents=True)
     for name in (STATE, GROUPS):
         (checkpoint / name).write_text("{}")
-    write_manifest(checkpoint)
+    write_manifest(checkpoint, hash_files(checkpoint))
     (checkpoint / "model" / "config.json").write_text("{}")
-    write_manifest(checkpoint / "model")
+    write_manifest(checkpoint / "model", hash_files(checkpoint / "model"))
     return checkpoint
 
 

@@ -27,9 +27,11 @@ from rlsys.loop.checkpoint import (
     find_intact,
     find_latest,
     is_complete,
+    parse_manifest,
     read_state,
 )
 from rlsys.loop.task_ledger import LedgerState, TaskDraw
+from rlsys.util.hashed_files import SavedFile
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +44,10 @@ def state_of(step: int) -> DriverState:
     return DriverState(step, {0: "cafe", step: "beef"}, ledger, past={"policy/entropy": 0.1 + 0.2})
 
 
+CONTENTS = {"actor/weights.bin": b"w" * 100, "actor/optimizer.bin": b"o" * 200, "groups.jsonl": b'{"group": 1}\n'}
+FILES = {name: SavedFile.of(content) for name, content in CONTENTS.items()}
+
+
 @dataclass(frozen=True)
 class Written:
     """Some files of actor and groups."""
@@ -50,12 +56,11 @@ class Written:
 
     async def take_copy(self) -> None:
         (self.folder / "actor").mkdir()
-        (self.folder / "actor" / "weights.bin").write_bytes(b"w" * 100)
-        (self.folder / "actor" / "optimizer.bin").write_bytes(b"o" * 200)
-        (self.folder / "groups.jsonl").write_text('{"group": 1}\n')
+        for name, content in CONTENTS.items():
+            (self.folder / name).write_bytes(content)
 
     async def write_copy(self) -> Files:
-        return {"actor/weights.bin": 100, "actor/optimizer.bin": 200, "groups.jsonl": 13}
+        return FILES
 
 
 class DiskIsFull(Written):
@@ -110,6 +115,21 @@ def test_what_is_saved_is_what_is_read(tmp_path):
     assert names(tmp_path) == ["latest", "step_000002"]
     assert (tmp_path / "latest").read_text() == "step_000002"
     assert sorted(str(p.relative_to(latest)) for p in latest.rglob("*") if p.is_file()) == sorted(PARTS)
+
+
+def test_the_manifest_is_what_the_ranks_report(tmp_path):
+    """A driver that read the files would find their real hashes."""
+
+    class Reported(Written):
+        async def write_copy(self) -> Files:
+            return {name: replace(file, xxh3_128="of the rank") for name, file in FILES.items()}
+
+    checkpoint = save(Checkpoints(tmp_path, 1, 1), 1, Reported)
+    manifest = parse_manifest((checkpoint / "manifest.json").read_bytes())
+    assert {name: file.xxh3_128 for name, file in manifest.items() if name != "driver.json"} == dict.fromkeys(
+        FILES, "of the rank"
+    )
+    assert manifest["driver.json"] == SavedFile.of((checkpoint / "driver.json").read_bytes())
 
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink], ids=["truncated", "missing"])

@@ -25,7 +25,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.run_folder import write_run_dir
 from rlsys.loop.build_driver import shape_of
-from rlsys.loop.checkpoint import GROUPS, STATE, write_manifest
+from rlsys.loop.checkpoint import GROUPS, STATE, hash_files, write_manifest
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.replay.rollout_json import RolloutRecord, Rows
@@ -148,7 +148,7 @@ class Run:
         self.backend.save(folder / "actor").wait()
         for name in (GROUPS, STATE):
             (folder / name).touch()
-        write_manifest(folder)
+        write_manifest(folder, hash_files(folder))
 
     def checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"step_{step:06d}"
