@@ -69,7 +69,8 @@ from benchmarks.measure import (
     train_command,
 )
 from rlsys.agents.workflow import SingleTurn
-from rlsys.loop.checkpoint import find_intact, find_latest, read_state
+from rlsys.loop.checkpoint import read_state
+from rlsys.loop.checkpoint_files import find_latest, newest_whole
 
 CPUS = 10
 """CPUs of all nodes together, besides one for each rank of actor and critic."""
@@ -316,7 +317,7 @@ class Chaos:
 
     def check(self) -> None:
         """Add what the events and the newest checkpoint show to be broken."""
-        newest, _ = find_intact(self.run.folder / "checkpoints")
+        newest, _ = newest_whole(self.run.folder / "checkpoints")
         assert newest is not None
         state = read_state(newest)
         pending = set(state.ledger.pending)

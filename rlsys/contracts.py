@@ -25,6 +25,7 @@ from rlsys.types import (
     Task,
     VersionSpan,
 )
+from rlsys.util.any_paths import AnyPath
 from rlsys.util.hashed_files import SavedFile
 
 T = TypeVar("T")
@@ -201,9 +202,13 @@ class TrainedModel(Protocol):
         before the failed update is stepped; never `PayloadLost`.
         """
 
-    def save(self, folder: Path) -> Saving[Files]:
+    def save(self, folder: AnyPath) -> Saving[Files]:
         """Save weights and optimizer into `folder`; the files are those of all ranks. Both parts raise
         `CheckpointError`."""
+
+    async def find_damage(self, checkpoint: AnyPath, files: Files) -> str | None:
+        """Let each rank read a share of these files; return the first difference from what was saved, None if there is
+        none. Raises `CheckpointError` if they cannot be read now."""
 
     async def watch(self, on_progress: Callable[[], None]) -> None:
         """Return never. Raises `WorkerDied` soon after a rank died, and `DeadlineExceeded` for one that is frozen.
@@ -219,7 +224,7 @@ class Critic(TrainedModel, StepAnnotator, Protocol):
     """Model that estimates the return of every state, over as many ranks as the actor has. `annotate_step` works on the
     fetched data too."""
 
-    async def load(self, folder: Path) -> None:
+    async def load(self, folder: AnyPath) -> None:
         """Restore the files of `save`, onto any number of ranks."""
 
 
@@ -252,7 +257,7 @@ class Actor(TrainedModel, Protocol):
         Does nothing if a newer version was published. Raises the error that kept `version` from the relays.
         """
 
-    async def load(self, folder: Path) -> int:
+    async def load(self, folder: AnyPath) -> int:
         """Restore the files of `save`, onto any number of ranks.
 
         Returns the number of further policy steps that the stabilizer needs without staleness: all it needs if `folder`
@@ -273,13 +278,13 @@ class Actor(TrainedModel, Protocol):
         Raises `PayloadLost`, `CheckpointError`, or another `RlsysError` if the writer fails.
         """
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
+    async def save_groups(self, path: AnyPath, groups: Sequence[Group]) -> SavedFile:
         """Write finished groups with their payloads, for `load_groups`; return the size and hash of the file.
 
         Raises `PayloadLost` before writing. May run beside a step.
         """
 
-    async def load_groups(self, path: Path) -> list[Group]:
+    async def load_groups(self, path: AnyPath) -> list[Group]:
         """Read the file of `save_groups`; payloads go back into the object store."""
 
 

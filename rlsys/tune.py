@@ -37,7 +37,7 @@ from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.earlier_runs import with_models_of_runs
 from rlsys.launch.preflight import with_absolute_paths
 from rlsys.launch.train_run import Stopping, train_job
-from rlsys.loop.checkpoint import STEP, saved_step
+from rlsys.loop.checkpoint_files import STEP, saved_step
 from rlsys.monitoring.events import CheckpointSaved, EvalDone, Event, StepDone
 
 KEPT = 3

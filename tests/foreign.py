@@ -29,7 +29,7 @@ import typer
 from ruamel.yaml import YAML
 
 from rlsys.errors import RlsysError
-from rlsys.loop.checkpoint import hash_files, write_manifest
+from rlsys.loop.checkpoint_files import hash_files, write_manifest
 from rlsys.util.files import CONFIG
 from tests.damage import damage, with_odd_value
 from tests.histories import History, Shape

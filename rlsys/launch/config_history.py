@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlsys.config import Config
-from rlsys.loop.checkpoint import STEP, step_of
+from rlsys.loop.checkpoint_files import STEP, step_of
 from rlsys.types import PolicyVersion
 from rlsys.util.files import CONFIG, write_atomically
 from rlsys.util.leaves import leaves

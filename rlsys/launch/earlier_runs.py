@@ -13,7 +13,7 @@ from rlsys.errors import CheckpointError, ConfigError, ModelError
 from rlsys.launch.config_history import path_at
 from rlsys.launch.offline_commands import export_once
 from rlsys.launch.preflight import with_model_paths
-from rlsys.loop.checkpoint import newest_whole, step_of
+from rlsys.loop.checkpoint_files import newest_whole, step_of
 from rlsys.util.files import CONFIG
 from rlsys.util.leaves import leaves
 

@@ -31,7 +31,7 @@ from rlsys.launch.notebook_chart import ChartSink, is_notebook
 from rlsys.launch.offline_commands import evaluate, evaluate_initial, export_once
 from rlsys.launch.preflight import check_is_kept
 from rlsys.launch.train_run import Stopping, TrainResult, train_job
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint_files import find_latest
 from rlsys.loop.evaluation import EvalMetrics
 from rlsys.monitoring.events import Event, StepDone
 from rlsys.rewards.given_functions import give

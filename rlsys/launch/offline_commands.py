@@ -28,15 +28,8 @@ from rlsys.launch.config_history import changed_keys, path_at
 from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.hub_repo import HubRepo
 from rlsys.loop.build_driver import best_of, evaluator_of, shape_of
-from rlsys.loop.checkpoint import (
-    hash_files,
-    model_problem_of,
-    newest_first,
-    read_failed,
-    read_state,
-    step_of,
-    write_manifest,
-)
+from rlsys.loop.checkpoint import read_failed, read_state
+from rlsys.loop.checkpoint_files import hash_files, model_problem_of, newest_first, step_of, write_manifest
 from rlsys.loop.evaluation import EVALUATIONS, EvalMetrics, Evaluator, Record, recall_scores, result_path
 from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.monitoring.trackers.console import ConsoleSink

@@ -11,9 +11,10 @@ from pathlib import Path
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.config_history import keep_earlier
-from rlsys.loop.checkpoint import STEP, find_latest, newest_first, newest_whole, problem_of, step_of
+from rlsys.loop.checkpoint_files import STEP, find_latest, newest_complete, newest_first, problem_of, step_of
 from rlsys.loop.remote_checkpoints import RemoteCheckpoints
 from rlsys.monitoring.events import CheckpointSaved
+from rlsys.types import PolicyVersion
 from rlsys.util.bounded_yaml import excess_of
 from rlsys.util.files import CONFIG, write_atomically
 from rlsys.util.regular_files import lines_of
@@ -107,7 +108,7 @@ def _copies_in(url: str) -> bool:
 
 
 def _newest_in(run: Path) -> Start:
-    found = Start(*newest_whole(run / "checkpoints"))
+    found = Start(*newest_complete(run / "checkpoints"))
     if found.checkpoint is None and (saved := _saved_steps(run)):
         raise CheckpointError(
             f"{run / 'checkpoints'} is empty, and {run / 'events.jsonl'} lists a checkpoint of step {saved[-1]}: "
@@ -162,19 +163,18 @@ def make_run_dir(config: Config) -> None:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
 
 
-def write_run_dir(config: Config, checkpoint: Path | None = None) -> None:
-    """Create the run directory with the full configuration; the run starts from `checkpoint`.
+def write_run_dir(config: Config, start: PolicyVersion = 0) -> None:
+    """Create the run directory with the full configuration; the run goes on from its own checkpoint of step `start`.
 
     An earlier configuration that differs is kept for the steps up to it, see `rlsys.launch.config_history`. Raises
     `ConfigError` if the directory cannot be written.
     """
     run, text = config.run_dir, config.to_yaml()
-    is_own = checkpoint is not None and checkpoint.parent == run / "checkpoints"
     if excess := excess_of(text):
         raise ConfigError(f"the configuration, with the texts of chat templates, could not be read again: {excess}")
     try:
         make_run_dir(config)
-        keep_earlier(run, text, step_of(checkpoint) if checkpoint is not None and is_own else 0)
+        keep_earlier(run, text, start)
         write_atomically(run / CONFIG, text, is_private=True)
     except OSError as error:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error

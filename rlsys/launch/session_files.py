@@ -6,6 +6,7 @@ from rlsys.config import Config
 from rlsys.launch.run_folder import Start, keep_fetched, write_run_dir
 from rlsys.monitoring.events import Event
 from rlsys.monitoring.trackers.jsonl import JsonlSink
+from rlsys.types import PolicyVersion
 
 
 class SessionFiles:
@@ -21,19 +22,21 @@ class SessionFiles:
         self._sink: JsonlSink | None = None
         self._waiting: list[tuple[Event, float]] = []
         if is_new:
-            self._open()
+            self._open(0)
 
-    def begin(self) -> None:
+    def begin(self, restored: PolicyVersion = 0) -> None:
         """Write the configuration and the events that wait; the checkpoint of the start belongs to the run from now on.
 
-        Raises `ConfigError`.
+        `restored` is its step, older than that of `start` if that was damaged. Raises `ConfigError`.
         """
         if self._sink is None:
-            self._open()
+            checkpoint = self.start.checkpoint
+            is_own = checkpoint is not None and checkpoint.parent == self.config.run_dir / "checkpoints"
+            self._open(restored if is_own else 0)
         keep_fetched(self.config.run_dir, self.start.checkpoint)
 
-    def _open(self) -> None:
-        write_run_dir(self.config, self.start.checkpoint)
+    def _open(self, restored: PolicyVersion) -> None:
+        write_run_dir(self.config, restored)
         self._sink = JsonlSink(self.config.run_dir)
         for event, time_s in self._waiting:
             self._sink.handle(event, time_s)

@@ -31,7 +31,7 @@ from rlsys.launch.earlier_runs import changes_since, with_models_of_runs
 from rlsys.launch.run_lock import lock_run
 from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
-from rlsys.loop.checkpoint import find_latest, step_of
+from rlsys.loop.checkpoint_files import find_latest, step_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.monitoring.alerts import AlertSink
@@ -378,8 +378,9 @@ class TrainingJob:
                 if run.checkpoint is not None:
                     with phase(run.events, "load_checkpoint"):
                         starts[name] = await drivers[name].restore(run.checkpoint)
+            restored = {run.config.run_dir: starts[name] for name, run in self.runs.items()}
             for files in self.files:
-                files.begin()  # from here on nothing refuses the start
+                files.begin(restored.get(files.config.run_dir, 0))  # from here on nothing refuses the start
             for name, run in self.runs.items():
                 bound = run.config.asynchrony.max_staleness
                 end = drivers[name].end

@@ -29,36 +29,45 @@ the policy has taken the step. Columns of the step are not saved: `rlsys replay`
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from xxhash import xxh3_128
 
 from rlsys.algorithm import Column, TrajectoryAdvantage
 from rlsys.contracts import Files, Saving, Workers
 from rlsys.errors import CheckpointError, DataError, WorkerError
+from rlsys.loop.checkpoint_files import (
+    ACTOR,
+    CRITIC,
+    MOST_STATE_BYTES,
+    STATE,
+    STEP,
+    find_latest,
+    make_empty,
+    newest_first,
+    problem_of,
+    put_in_place,
+    read_manifest,
+    remove_checkpoint,
+    step_of,
+    write_manifest,
+)
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
-from rlsys.util.files import flush, write_atomically
+from rlsys.util.any_paths import AnyPath, RemotePath, read_any
+from rlsys.util.files import write_atomically
 from rlsys.util.hashed_files import SavedFile
-from rlsys.util.regular_files import open_regular, read_regular
+from rlsys.util.regular_files import read_regular
 
 T = TypeVar("T")
-GROUPS, STATE, ACTOR, CRITIC = "groups.jsonl", "driver.json", "actor", "critic"
-MANIFEST = "manifest.json"
-"""File names in the folders."""
-STEP = "step_{:06d}"
 STATE_FORMAT = 1
 """Format of `driver.json`. A file of another format cannot be read."""
 
@@ -81,11 +90,6 @@ class DriverState:
     """Format of the file; a file without this key has format 1."""
 
 
-_MANIFEST = TypeAdapter(dict[str, SavedFile])
-_HASHED_AT_ONCE = 8
-_MOST_NAME_BYTES = 1000
-_MOST_STATE_BYTES = 2**28
-"""Most bytes of a driver's part: the success rates of a million tasks have 60 MB."""
 _STATE = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="constants"))(DriverState))
 """A metric may be NaN."""
 _OTHERWISE = "go on with the version of rlsys that wrote it, or name another checkpoint with run.resume=PATH"
@@ -95,7 +99,7 @@ _OTHERWISE = "go on with the version of rlsys that wrote it, or name another che
 class Checkpoints:
     """Checkpoints of one run."""
 
-    folder: Path
+    folder: AnyPath
     every: int
     """Steps between two checkpoints; 0 saves only at the end."""
     keep_last: int
@@ -121,7 +125,7 @@ class Checkpoints:
             self._since_s = now_s
         return is_due
 
-    def save(self, step: int, state: DriverState, files_in: Callable[[Path], Saving[Files]]) -> Saving[Path]:
+    def save(self, step: int, state: DriverState, files_in: Callable[[AnyPath], Saving[Files]]) -> Saving[AnyPath]:
         """Save `state` and the files of `files_in(folder)`; what is written is the folder of the checkpoint.
 
         Both parts raise `CheckpointError`, also if a reported file is missing; earlier checkpoints stay.
@@ -132,38 +136,53 @@ class Checkpoints:
         """Note that the state of a step is copied."""
         self._begun = step
 
-    def complete(self, state: DriverState, partial: Path, files: Files) -> Path:
+    def partial(self, step: int) -> AnyPath:
+        """Folder in which the files of a step are written: at a URL the final one, no checkpoint until its manifest."""
+        folder = self.folder / STEP.format(step)
+        return folder if isinstance(folder, RemotePath) else folder.with_suffix(".tmp")
+
+    def complete(self, state: DriverState, partial: AnyPath, files: Files) -> AnyPath:
         """Complete the checkpoint whose files are in the folder `partial`; return its final folder."""
-        final = partial.with_suffix("")
-        check_seen(partial, files)
         content = _STATE.dump_json(state, indent=1)
+        if not isinstance(partial, RemotePath):
+            check_seen(partial, files)
         (partial / STATE).write_bytes(content)
         write_manifest(partial, {**files, STATE: SavedFile.of(content)})
-        flush(partial, partial.iterdir())
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        write_atomically(self.folder / "latest", final.name)
+        final = put_in_place(partial)
         self._retire()
         return final
 
     @contextmanager
-    def remove_on_failure(self, step: int, partial: Path) -> Iterator[None]:
+    def remove_on_failure(self, step: int) -> Iterator[None]:
         """Remove a checkpoint that fails half way. If no worker is the cause, name the last good one in its error."""
         try:
             yield
         except (OSError, CheckpointError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            last = find_latest(self.folder)
-            free = shutil.disk_usage(self.folder if self.folder.exists() else Path("/")).free / 2**30
-            remedy = "Go on" if isinstance(error, _NotShared) else "Make room, then go on"
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder} ({free:.1f} GiB free): {error}; "
-                f"{f'the last good one is {last}' if last else 'none was saved before'}. "
-                f"{remedy} with run.resume=auto"
-            ) from error
+            self._remove(step)
+            raise CheckpointError(self._failure(step, error)) from error
         except WorkerError:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._remove(step)
             raise
+
+    def _remove(self, step: int) -> None:
+        """Remove what there is of a checkpoint that failed, if that is possible."""
+        with suppress(CheckpointError):
+            remove_checkpoint(self.partial(step))
+
+    def _failure(self, step: int, error: Exception) -> str:
+        """Return the text of a failure to write a checkpoint."""
+        last: AnyPath | None = None
+        with suppress(CheckpointError):
+            last = find_latest(self.folder)
+        room, remedy = "", "Go on"
+        if not isinstance(self.folder, RemotePath):
+            free = shutil.disk_usage(self.folder if self.folder.exists() else Path("/")).free / 2**30
+            room = f" ({free:.1f} GiB free)"
+            remedy = remedy if isinstance(error, _NotShared) else "Make room, then go on"
+        return (
+            f"the checkpoint of step {step} could not be written to {self.folder}{room}: {error}; "
+            f"{f'the last good one is {last}' if last else 'none was saved before'}. {remedy} with run.resume=auto"
+        )
 
     def _retire(self) -> None:
         """Delete all checkpoints but those of `steps_to_keep`. `latest` names the newest."""
@@ -171,7 +190,7 @@ class Checkpoints:
         kept = self.steps_to_keep([step_of(checkpoint) for checkpoint in checkpoints])
         for old in checkpoints:
             if step_of(old) not in kept:
-                shutil.rmtree(old, ignore_errors=True)
+                remove_checkpoint(old)
 
     def steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         """Return those of `steps`, newest first, whose checkpoints are kept: the newest `keep_last`, and the
@@ -186,183 +205,27 @@ class SavedStep:
     checkpoints: Checkpoints
     step: int
     state: DriverState
-    files_in: Callable[[Path], Saving[Files]]
+    files_in: Callable[[AnyPath], Saving[Files]]
 
     def __post_init__(self) -> None:
-        self._partial = (self.checkpoints.folder / STEP.format(self.step)).with_suffix(".tmp")
+        self._partial = self.checkpoints.partial(self.step)
         self._files = self.files_in(self._partial)
 
     async def take_copy(self) -> None:
-        with self.checkpoints.remove_on_failure(self.step, self._partial):
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+        with self.checkpoints.remove_on_failure(self.step):
+            await asyncio.to_thread(make_empty, self._partial)
             await self._files.take_copy()
         self.checkpoints.mark_begun(self.step)
 
-    async def write_copy(self) -> Path:
-        with self.checkpoints.remove_on_failure(self.step, self._partial):
+    async def write_copy(self) -> AnyPath:
+        with self.checkpoints.remove_on_failure(self.step):
             files = await self._files.write_copy()
             final = await asyncio.to_thread(self.checkpoints.complete, self.state, self._partial, files)
         self.checkpoints.last_saved = self.step
         return final
 
 
-def step_of(checkpoint: Path) -> PolicyVersion:
-    """Return the step that a checkpoint's folder is named after."""
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def find_latest(folder: Path) -> Path | None:
-    """Return the checkpoint that `latest` names if it is complete, else the newest complete one under `folder`.
-
-    Sizes are compared, not contents: see `find_intact`.
-    """
-    return next((c for c in newest_first(folder) if is_complete(c)), None)
-
-
-def find_intact(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint to go on from, and what is wrong with those that were passed over for it.
-
-    That is the one which `latest` names, or else the newest whose files have the sizes and contents they were saved
-    with. Reads all of its files.
-    """
-    problems: list[str] = []
-    for checkpoint in newest_first(folder):
-        if (problem := problem_of(checkpoint)) is None:
-            return checkpoint, problems
-        problems.append(problem)
-    return None, problems
-
-
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """Do the same as `find_intact`; raises `CheckpointError` if there are checkpoints and all are damaged."""
-    checkpoint, problems = find_intact(folder)
-    if checkpoint is None and problems:
-        raise CheckpointError(
-            f"every checkpoint in {folder} is damaged:\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + "\nrestore these files from a copy, or start a new run with another run.name"
-        )
-    return checkpoint, problems
-
-
-def newest_first(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoint that `latest` names, then all others, newest first. Any of them may be damaged."""
-    found = sorted((c for c in folder.glob("step_*") if c.name[5:].isdecimal()), key=step_of, reverse=True)
-    try:
-        named = read_regular(folder / "latest", _MOST_NAME_BYTES).decode().strip()
-    except (OSError, ValueError):
-        named = ""
-    yield from sorted(found, key=lambda checkpoint: checkpoint.name != named)
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Return True if every file exists and has the size in the manifest."""
-    return problem_of(checkpoint, sizes_only=True) is None
-
-
-def problem_of(checkpoint: Path, *, sizes_only: bool = False) -> str | None:
-    """Return what differs between a checkpoint's files and its manifest, naming the first such file; None if nothing.
-
-    `sizes_only`: do not read their contents.
-    """
-    manifest = _read_manifest(checkpoint)
-    if isinstance(manifest, str):
-        return manifest
-    if missing := {GROUPS, STATE} - manifest.keys():
-        return f"{checkpoint / MANIFEST} does not list {min(missing)}"
-    if problem := _difference(checkpoint, manifest, sizes_only=sizes_only):
-        return problem
-    step = step_of(checkpoint)
-    return None if sizes_only or saved_step(checkpoint) in (step, None) else f"{checkpoint / STATE} is of another step"
-
-
-def model_problem_of(folder: Path) -> str | None:
-    """Do the same for a model folder that `write_manifest` completed."""
-    manifest = _read_manifest(folder)
-    return manifest if isinstance(manifest, str) else _difference(folder, manifest)
-
-
-def parse_manifest(content: bytes) -> dict[str, SavedFile]:
-    """Return the files of a manifest by their relative paths. Raises `ValueError`."""
-    return _MANIFEST.validate_json(content)
-
-
-def _read_manifest(folder: Path) -> dict[str, SavedFile] | str:
-    """Return the manifest, or why there is none."""
-    try:
-        return parse_manifest(read_regular(folder / MANIFEST))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
-        return f"{folder / MANIFEST} cannot be read: {reason}"
-
-
-def _difference(folder: Path, manifest: Mapping[str, SavedFile], *, sizes_only: bool = False) -> str | None:
-    """Return the first difference between the files in `folder` and their manifest.
-
-    A further entry beside those of a subfolder, or in a model's folder, is one too: readers of weights open all there.
-    """
-
-    def differs(name: str) -> str | None:
-        path, saved = folder / name, manifest[name]
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            return f"{folder / MANIFEST} is damaged: it lists {name!r}, which is not in its folder"
-        try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-            if size != saved.num_bytes:
-                return f"{path} has {size} bytes, and was saved with {saved.num_bytes}"
-            if not sizes_only and file_hash(path) != saved.xxh3_128:
-                return f"{path} has other contents than were saved"
-        except OSError as error:
-            return f"{path} cannot be read: {error.strerror}"
-        except ValueError:  # a name that no file can have
-            return f"{folder / MANIFEST} is damaged: it lists {name!r}"
-        return None
-
-    if sizes_only:
-        return next(filter(None, map(differs, manifest)), None)
-    with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
-        if problem := next(filter(None, threads.map(differs, manifest)), None):
-            return problem
-    of_models = {folder / name for name in (ACTOR, CRITIC) if (folder / name).is_dir()}
-    subfolders = sorted(({(folder / name).parent for name in manifest} | of_models) - {folder})
-    further = (path for parent in subfolders for path in sorted(parent.iterdir()))
-    unknown = (path for path in further if path.relative_to(folder).as_posix() not in manifest and not path.is_dir())
-    return next((f"{path} was not saved with this checkpoint" for path in unknown), None)
-
-
-def saved_step(checkpoint: Path) -> int | None:
-    """Return the step that a checkpoint is of, whatever its folder is called; None if its driver's part does not say,
-    which `read_state` refuses in words."""
-    try:
-        row = json.loads(read_regular(checkpoint / STATE, _MOST_STATE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    version = row.get("version") if isinstance(row, dict) else None
-    return version if isinstance(version, int) else None
-
-
-def file_hash(path: Path) -> str:
-    """Hash a regular file's bytes: 128 bits of XXH3, in hexadecimal. It finds damage, not forgery. Raises `OSError`."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, xxh3_128).hexdigest()  # pyrefly: ignore[bad-argument-type]
-
-
-def write_manifest(folder: Path, files: Files) -> None:
-    """Write sizes and hashes of the files in `folder`, which completes it. Raises `OSError`."""
-    (folder / MANIFEST).write_bytes(_MANIFEST.dump_json(dict(sorted(files.items())), indent=1))
-
-
-def hash_files(folder: Path) -> Files:
-    """Read all files in `folder`; return their sizes and hashes. Raises `OSError`."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
-        saved = threads.map(lambda path: SavedFile(path.stat().st_size, file_hash(path)), paths)
-        return {path.relative_to(folder).as_posix(): each for path, each in zip(paths, saved, strict=True)}
-
-
-def read_state(checkpoint: Path) -> DriverState:
+def read_state(checkpoint: AnyPath) -> DriverState:
     """Read the driver's part. Raises `CheckpointError` if the checkpoint is incomplete or unreadable."""
     if problem := problem_of(checkpoint, sizes_only=True):
         raise CheckpointError(
@@ -370,7 +233,7 @@ def read_state(checkpoint: Path) -> DriverState:
         )
     path = checkpoint / STATE
     try:
-        row = json.loads(read_regular(path, _MOST_STATE_BYTES))
+        row = json.loads(read_any(path, MOST_STATE_BYTES))
         state_v = row.get("state_v", 1) if isinstance(row, dict) else None
         if state_v == STATE_FORMAT:
             state = _STATE.validate_python(row)
@@ -418,7 +281,7 @@ async def copy_and_write(saving: Saving[T]) -> T:
 class SavedModels:
     """Implements `Saving`: actor, and critic if there is one, in a folder. Both parts raise `CheckpointError`."""
 
-    def __init__(self, workers: Workers, folder: Path) -> None:
+    def __init__(self, workers: Workers, folder: AnyPath) -> None:
         self._savings = {name: model.save(folder / name) for name, model in workers.models.items()}
 
     async def take_copy(self) -> None:
@@ -431,12 +294,20 @@ class SavedModels:
         return {f"{name}/{file}": saved for name, files in named for file, saved in files.items()}
 
 
-async def load_models(workers: Workers, folder: Path) -> int:
+async def find_damage(workers: Workers, checkpoint: AnyPath, files: Files) -> str | None:
+    """Let all ranks read these files of a checkpoint, each a share; return the first problem."""
+    models, names = list(workers.models.values()), sorted(files)
+    shares = [{name: files[name] for name in names[i :: len(models)]} for i in range(len(models))]
+    found = await asyncio.gather(*map(lambda model, share: model.find_damage(checkpoint, share), models, shares))
+    return next(filter(None, found), None)
+
+
+async def load_models(workers: Workers, folder: AnyPath) -> int:
     """Restore what `SavedModels` wrote; return the number of further steps that the stabilizer needs without staleness.
 
     Raises `CheckpointError` if the critic is missing.
     """
-    if workers.critic is not None and not (folder / CRITIC).is_dir():
+    if workers.critic is not None and not any(name.startswith(f"{CRITIC}/") for name in read_manifest(folder)):
         raise CheckpointError(
             f"{folder} contains no critic, and the algorithm needs one: resume with the algorithm that saved it, or "
             "start a new run from its weights, as `rlsys export` writes them"

@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rlsys.contracts import Workers
 from rlsys.errors import (
@@ -55,6 +54,7 @@ from rlsys.loop.stop_request import StopRequest
 from rlsys.monitoring.events import Events, FileSkipped, StepDone, WorkerFailed, WorkerRestarted
 from rlsys.types import PolicyVersion, Task
 from rlsys.util import deadlines
+from rlsys.util.any_paths import AnyPath
 from rlsys.util.files import free_gb
 from rlsys.weight_sync.sync import WeightSync
 
@@ -106,8 +106,9 @@ class Driver:
         """Reason for which the run ends before `end`; empty if it does not."""
         return self.saver.checkpoints.best.early_stop
 
-    async def restore(self, checkpoint: Path) -> PolicyVersion:
-        """Load a checkpoint into all parts; return its version, which `run` publishes before it admits any group.
+    async def restore(self, checkpoint: AnyPath) -> PolicyVersion:
+        """Load a checkpoint, or for a damaged one the next older one, into all parts; return its version, which `run`
+        publishes before it admits any group.
 
         Finished groups are rolled out again if they do not fit a smaller queue or shorter run, or would be too stale.
         Raises `CheckpointError`, or `DataError` if the tasks have changed.

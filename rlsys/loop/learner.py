@@ -22,7 +22,8 @@ from rlsys.algorithm import Algorithm, Assigned, Column
 from rlsys.batch.packing import BatchPlan, num_trained, plan_batch
 from rlsys.contracts import TrainStats, Workers
 from rlsys.errors import ConfigError, OutOfMemory, PayloadLost, RlsysError, TrainingError, ZeroAdvantage
-from rlsys.loop.checkpoint import GROUPS, STEP, FailedStep, SavedModels, check_seen, copy_and_write
+from rlsys.loop.checkpoint import FailedStep, SavedModels, check_seen, copy_and_write
+from rlsys.loop.checkpoint_files import GROUPS, STEP
 from rlsys.loop.failure_policy import Retries
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.files import CONFIG, write_atomically

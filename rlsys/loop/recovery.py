@@ -10,20 +10,23 @@ further from the restored weights than the staleness bound allows, and are given
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rlsys.algorithm import Algorithm, version_after
 from rlsys.contracts import Workers
 from rlsys.errors import WorkerError
-from rlsys.loop.checkpoint import GROUPS, DriverState, load_models, newest_whole, read_state
+from rlsys.loop.checkpoint import DriverState, find_damage, load_models, read_state
+from rlsys.loop.checkpoint_files import GROUPS, first_whole, from_on, newest_first
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import Learner
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.saver import Saver
 from rlsys.monitoring.events import CheckpointPassedOver, DataChanged, Events, RolledBack
 from rlsys.types import Group, PolicyVersion
+from rlsys.util.any_paths import AnyPath, RemotePath
 from rlsys.weight_sync.sync import WeightSync
 
 
@@ -41,7 +44,7 @@ class Recovery:
     position: RunPosition
     steps: int
     """Optimizer steps behind the weights at which the run ends."""
-    _origin: Path | DriverState | None = field(default=None, init=False)
+    _origin: AnyPath | DriverState | None = field(default=None, init=False)
     """Beginning of this session: its checkpoint, or the state of a new run."""
     _trouble: WorkerError | None = field(default=None, init=False)
 
@@ -60,12 +63,24 @@ class Recovery:
         if self._origin is None:
             self._origin = DriverState(start, {}, self.queue.ledger.state())
 
-    async def restore(self, checkpoint: Path) -> PolicyVersion:
+    async def restore(self, checkpoint: AnyPath) -> PolicyVersion:
         """Load the checkpoint that a session begins with; return its version. See `Driver.restore`."""
-        state = read_state(checkpoint)
-        self._origin = checkpoint
-        await self._load(checkpoint, state, state.version)
+        whole = await self._first_whole(from_on(checkpoint))
+        assert whole is not None, "without a whole one it raises"
+        state = read_state(whole)
+        self._origin = whole
+        await self._load(whole, state, state.version)
         return state.version
+
+    async def _first_whole(self, candidates: Iterable[AnyPath]) -> AnyPath | None:
+        """Return the first of these checkpoints without damage; emit an event for each before it.
+
+        The driver compares names and sizes, the ranks contents. Raises `CheckpointError` if all are damaged.
+        """
+        checkpoint, problems = await first_whole(candidates, partial(find_damage, self.workers))
+        for problem in problems:
+            self.events.emit(CheckpointPassedOver(problem))
+        return checkpoint
 
     def is_of_model(self, failure: WorkerError) -> bool:
         """Return True if a worker that failed is a rank of actor or critic."""
@@ -99,11 +114,8 @@ class Recovery:
 
     async def _roll_back(self) -> PolicyVersion:
         """Load the newest whole checkpoint, or what this session began with; return its own version."""
-        checkpoint, problems = await asyncio.to_thread(newest_whole, self.saver.checkpoints.folder)
-        for problem in problems:
-            self.events.emit(CheckpointPassedOver(problem))
-        origin = checkpoint or self._origin
-        if isinstance(origin, Path):
+        origin = await self._first_whole(newest_first(self.saver.checkpoints.folder)) or self._origin
+        if isinstance(origin, Path | RemotePath):
             state = read_state(origin)
             await self._load(origin, state, self.position.version)
         else:
@@ -112,7 +124,7 @@ class Recovery:
             self._begin_at(state, self.position.version, self._num_synchronous, ())
         return state.version
 
-    async def _load(self, checkpoint: Path, state: DriverState, version: PolicyVersion) -> None:
+    async def _load(self, checkpoint: AnyPath, state: DriverState, version: PolicyVersion) -> None:
         """Load `checkpoint`, whose driver's part is `state`, as `version`: another one than its own if versions were
         published since."""
         num_synchronous = await load_models(self.workers, checkpoint)

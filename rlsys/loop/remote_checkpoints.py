@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ParamSpec, TypeVar
 
 from rlsys.errors import CheckpointError, ConfigError
-from rlsys.loop.checkpoint import MANIFEST, Checkpoints, newest_first, parse_manifest, problem_of, step_of
+from rlsys.loop.checkpoint import Checkpoints
+from rlsys.loop.checkpoint_files import MANIFEST, newest_first, parse_manifest, problem_of, step_of
 from rlsys.monitoring.events import CheckpointCopied, CheckpointCopyFailed, Events
 
 P = ParamSpec("P")
@@ -203,7 +204,7 @@ class CheckpointCopies:
     async def _copy(self) -> None:
         while self._is_new:
             self._is_new = False
-            checkpoints = list(newest_first(self.checkpoints.folder))
+            checkpoints = [c for c in newest_first(self.checkpoints.folder) if isinstance(c, Path)]
             try:
                 for checkpoint in checkpoints:
                     await self._copy_one(checkpoint)

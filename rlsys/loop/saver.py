@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rlsys.contracts import Files, Saving, Workers
 from rlsys.errors import (
@@ -16,7 +15,8 @@ from rlsys.errors import (
     WorkerDied,
     WorkerError,
 )
-from rlsys.loop.checkpoint import GROUPS, Checkpoints, DriverState, SavedModels
+from rlsys.loop.checkpoint import Checkpoints, DriverState, SavedModels
+from rlsys.loop.checkpoint_files import GROUPS
 from rlsys.loop.failure_policy import DroppedGroups
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup
 from rlsys.loop.learner import Learner
@@ -25,6 +25,7 @@ from rlsys.loop.run_position import RunPosition
 from rlsys.loop.step_metrics import StepClock
 from rlsys.loop.stop_request import StopRequest
 from rlsys.monitoring.events import CheckpointSaved, Events, WorkerFailed
+from rlsys.util.any_paths import AnyPath
 from rlsys.util.deadlines import unless
 from rlsys.util.hashed_files import SavedFile
 from rlsys.weight_sync.sync import WeightSync
@@ -149,17 +150,17 @@ class Saver:
         ledger, past, scores = self.queue.ledger.state(), dict(self.learner.past), self.checkpoints.best.state()
         return DriverState(position.version, published, ledger, past, position.num_lost, scores)
 
-    def _files_in(self, folder: Path) -> Saving[Files]:
+    def _files_in(self, folder: AnyPath) -> Saving[Files]:
         finished = self.queue.finished_groups  # the hashes of all their versions have arrived: they were verified
         return _SavedFiles(self, folder, finished, SavedModels(self.workers, folder))
 
-    async def _write(self, step: int, began: float, saving: Saving[Path]) -> None:
+    async def _write(self, step: int, began: float, saving: Saving[AnyPath]) -> None:
         path = await saving.write_copy()
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
         if self.copies:
             self.copies.begin()
 
-    async def save_groups(self, path: Path, groups: Sequence[InFlightGroup]) -> SavedFile:
+    async def save_groups(self, path: AnyPath, groups: Sequence[InFlightGroup]) -> SavedFile:
         """Write the groups; return the size and hash of the file. Leave out groups whose payload is lost, and reissue
         them unless they are in training now."""
         try:
@@ -178,7 +179,7 @@ class _SavedFiles:
     """Implements `Saving`: models and finished groups."""
 
     saver: Saver
-    folder: Path
+    folder: AnyPath
     finished: Sequence[InFlightGroup]
     models: SavedModels
 

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
-from io import BufferedReader
 from math import nan
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -28,8 +26,8 @@ from rlsys.batch.samples import meta_of, versions_of
 from rlsys.errors import DataError
 from rlsys.number_arrays import BoolArray, FloatArray, IntArray, NumberArray
 from rlsys.types import POLICY, Episode, EpisodeMeta, Group, GroupKey, PolicyVersion, Task
+from rlsys.util.any_paths import AnyPath, reading, writing
 from rlsys.util.hashed_files import SavedFile
-from rlsys.util.regular_files import open_regular
 
 Record = TypeVar("Record")
 
@@ -143,18 +141,15 @@ class GroupRecord:
     episodes: tuple[Episode, ...]
 
 
-def write_groups(path: Path, records: Iterable[GroupRecord]) -> SavedFile:
+def write_groups(path: AnyPath, records: Iterable[GroupRecord]) -> SavedFile:
     """Write finished groups for `read_groups`; return the size and hash of the file.
 
-    The file appears whole. Bytes are written in base64, and each number of an array with as many digits as its type
-    needs.
+    Bytes are written in base64, and each number of an array with as many digits as its type needs.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    content = b"".join(orjson.dumps(_bare(r), default=as_plain, option=_LINES) for r in records)
-    partial.write_bytes(content)
-    partial.replace(path)
-    return SavedFile.of(content)
+    with writing(path) as file:
+        for record in records:
+            file.write(orjson.dumps(_bare(record), default=as_plain, option=_LINES))
+    return file.saved
 
 
 def _bare(record: GroupRecord) -> Fields:
@@ -163,9 +158,9 @@ def _bare(record: GroupRecord) -> Fields:
     return {"group": {"group_id": record.group.group_id, **group, "payload": None}, "episodes": record.episodes}
 
 
-def read_groups(path: Path) -> list[GroupRecord]:
+def read_groups(path: AnyPath) -> list[GroupRecord]:
     """Read a file of `write_groups`. Raises `DataError` with the line that is not a record."""
-    with open_regular(path) as file, BufferedReader(file) as lines:
+    with reading(path) as lines:
         return [_decode_record(line, _group_record, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 

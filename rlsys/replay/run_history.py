@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from rlsys.errors import DataError
-from rlsys.loop.checkpoint import newest_first, problem_of, step_of
+from rlsys.loop.checkpoint_files import newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
 from rlsys.replay.rollout_json import RolloutRecord, decoder_of
 from rlsys.replay.rollout_parquet import read_records, rollout_path

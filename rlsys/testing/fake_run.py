@@ -14,7 +14,7 @@ from rlsys.config import Config
 from rlsys.contracts import Workers
 from rlsys.data.task_source import Tasks, TaskSource
 from rlsys.loop.build_driver import WITHOUT_REPACKING, Constants, build_driver
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint_files import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, Events, StepDone
 from rlsys.rewards.reward_function import RewardInput, RewardSum, check_answered, judged_agents, known_score

@@ -14,11 +14,13 @@ from rlsys.batch.packing import BatchPlan, RankPlan
 from rlsys.contracts import Arrival, Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.loop.checkpoint import copy_and_write
+from rlsys.loop.checkpoint_files import content_problem
 from rlsys.replay.rollout_json import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.replay.rollout_parquet import write_records
 from rlsys.testing.fake_pools import now
 from rlsys.testing.world_state import WorldState
 from rlsys.types import Episode, Group, PolicyVersion, Ref
+from rlsys.util.any_paths import AnyPath, writing
 from rlsys.util.hashed_files import SavedFile
 
 
@@ -107,7 +109,7 @@ class _FakeModel(_FakeProcess):
     def _end_step(self) -> None:
         self.fetched, self._plan = (), None
 
-    def save(self, folder: Path) -> Saving[Files]:
+    def save(self, folder: AnyPath) -> Saving[Files]:
         return FakeSaving(self, folder)
 
     async def copy_state(self) -> str:
@@ -115,13 +117,17 @@ class _FakeModel(_FakeProcess):
         self._begin("save")
         return json.dumps(self._state())
 
-    async def write_state(self, folder: Path, state: str) -> Files:
+    async def write_state(self, folder: AnyPath, state: str) -> Files:
         """Write a copy of the state. It takes `FakeWorld.save_s`, beside the next steps."""
         await asyncio.sleep(self.world.save_s)
         self._check_alive()
         path = folder / self._file
         self.world.check_disk(path)
         return {path.name: await asyncio.to_thread(_write, path, state)}
+
+    async def find_damage(self, checkpoint: AnyPath, files: Files) -> str | None:
+        self._check_alive()
+        return await asyncio.to_thread(content_problem, checkpoint, files)
 
     _file = ""
 
@@ -134,7 +140,7 @@ class FakeSaving:
     """Implement `Saving`: the state of a fake model."""
 
     model: _FakeModel
-    folder: Path
+    folder: AnyPath
     _state: str = ""
 
     async def take_copy(self) -> None:
@@ -144,10 +150,10 @@ class FakeSaving:
         return await self.model.write_state(self.folder, self._state)
 
 
-def _write(path: Path, text: str) -> SavedFile:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode())
-    return SavedFile.of(text.encode())
+def _write(path: AnyPath, text: str) -> SavedFile:
+    with writing(path) as file:
+        file.write(text.encode())
+    return file.saved
 
 
 class FakeActor(_FakeModel):
@@ -211,9 +217,9 @@ class FakeActor(_FakeModel):
         counts = {"version": self.version, "num_steps": self.num_steps, "num_seen": self.num_seen}
         return {"weights": self.world.weights, "consumed": self.world.consumed, **counts}
 
-    async def load(self, folder: Path) -> int:
+    async def load(self, folder: AnyPath) -> int:
         self._begin("load")
-        state = json.loads((folder / "weights.json").read_text())
+        state = json.loads((folder / "weights.json").read_bytes())
         self.world.weights, self.version = state["weights"], state["version"]
         self.world.consumed = Counter(state["consumed"])
         self.world.trained = [(version, group) for version, group in self.world.trained if version < self.version]
@@ -231,12 +237,12 @@ class FakeActor(_FakeModel):
         self._begin("record_evaluated")
         await copy_and_write(self.record(path, version, evaluated))
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
+    async def save_groups(self, path: AnyPath, groups: Sequence[Group]) -> SavedFile:
         self._begin("save_groups")
         await self.world.fetch("save_groups", groups)
         return write_groups(path, [GroupRecord(g, _payload(g)) for g in groups])
 
-    async def load_groups(self, path: Path) -> list[Group]:
+    async def load_groups(self, path: AnyPath) -> list[Group]:
         return [replace(record.group, payload=record.episodes) for record in read_groups(path)]
 
 
@@ -289,9 +295,9 @@ class FakeCritic(_FakeModel):
     def _state(self) -> Mapping[str, object]:
         return {"num_steps": self.num_steps}
 
-    async def load(self, folder: Path) -> None:
+    async def load(self, folder: AnyPath) -> None:
         self._begin("load")
-        self.num_steps = json.loads((folder / "critic.json").read_text())["num_steps"]
+        self.num_steps = json.loads((folder / "critic.json").read_bytes())["num_steps"]
 
 
 class FakeRelays:

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from pathlib import Path
 
 from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
@@ -28,6 +27,7 @@ from rlsys.types import (
     Turn,
     VersionSpan,
 )
+from rlsys.util.any_paths import AnyPath
 
 Spans = tuple[VersionSpan, ...]
 JUDGE_RAISED = "the judge raised"
@@ -187,7 +187,7 @@ class WorldState:
         self.num_calls[key] += 1
         return self.num_calls[key] - 1 in self.training_deaths.get(key, ())
 
-    def check_disk(self, folder: Path) -> None:
+    def check_disk(self, folder: AnyPath) -> None:
         """Raise `OSError` if the disk is full at this folder."""
         if self.disk_is_full_at is not None and self.disk_is_full_at in str(folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

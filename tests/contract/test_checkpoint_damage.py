@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -19,11 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlsys import Config, export, train
+from rlsys.contracts import Files
 from rlsys.errors import CheckpointError, RlsysError
 from rlsys.launch.offline_commands import export_once, replay_step
 from rlsys.launch.run_folder import checkpoint_of, start_of
-from rlsys.loop.checkpoint import DriverState, hash_files, newest_whole, read_state, write_manifest
+from rlsys.loop.checkpoint import DriverState, read_state
+from rlsys.loop.checkpoint_files import content_problem, first_whole, from_on, hash_files, newest_whole, write_manifest
 from rlsys.testing import FakeRun
+from rlsys.util.any_paths import AnyPath
 from tests.damage import with_odd_value
 from tests.jobs import config_of
 from tests.training import differing
@@ -138,6 +142,22 @@ def damage_something(checkpoints: Path, random: Random) -> None:
         (checkpoints / "latest").write_text(random.choice(ODD_NAMES))
 
 
+async def damage_by_ranks(checkpoint: AnyPath, files: Files) -> str | None:
+    """What three ranks find."""
+    names = sorted(files)
+    shares = ({name: files[name] for name in names[rank::3]} for rank in range(3))
+    return next((problem for share in shares if (problem := content_problem(checkpoint, share))), None)
+
+
+def checked_start(config: Config) -> tuple[Path, list[str]]:
+    """Where a run starts once the ranks have read the files, and what it passed over."""
+    start = start_of(config)
+    assert start.checkpoint is not None, "nothing restarts at 0"
+    checkpoint, problems = asyncio.run(first_whole(from_on(start.checkpoint), damage_by_ranks))
+    assert isinstance(checkpoint, Path)
+    return checkpoint, [*start.passed_over, *problems]
+
+
 class Damaged:
     """A copy of the run with some damage."""
 
@@ -167,18 +187,16 @@ def test_a_resume_takes_a_whole_checkpoint_or_is_refused(pristine: Pristine, ran
         config = pristine.config.model_copy(update={"run": own})
         if not whole:
             with pytest.raises(CheckpointError, match=re.escape(str(run))):
-                start_of(config)
+                checked_start(config)
             return
-        start = start_of(config)
-        checkpoint = start.checkpoint
-        assert checkpoint is not None, "nothing restarts at 0"
+        checkpoint, passed_over = checked_start(config)
         step = int(checkpoint.name[5:])
         assert step in whole
         latest = run / "checkpoints" / "latest"
         if latest.read_text().strip() != checkpoint.name:
             assert step == max(whole)
             newer = [path.name for path in latest.parent.glob("step_*[0-9]") if path.name > checkpoint.name]
-            assert all(any(name in problem for problem in start.passed_over) for name in newer)
+            assert all(any(name in problem for problem in passed_over) for name in newer)
         assert read_state(checkpoint) == pristine.states[step]
         assert differing(pristine.load(checkpoint), pristine.weights[step]) == []
 

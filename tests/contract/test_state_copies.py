@@ -9,7 +9,8 @@ import torch
 
 from rlsys.contracts import Files
 from rlsys.errors import CheckpointError
-from rlsys.loop.checkpoint import check_seen, hash_files
+from rlsys.loop.checkpoint import check_seen
+from rlsys.loop.checkpoint_files import hash_files
 from rlsys.types import Distribution
 from tests.training import PLAIN, SETTINGS, JoinedRanks, data_of, differing, everything_in, planned
 from workers.train.fsdp import FsdpBackend

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint_files import find_latest
 from tests.jobs import keys_of
 
 ROOT = Path(__file__).parents[2]

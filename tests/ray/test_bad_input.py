@@ -9,7 +9,7 @@ import pytest
 
 from rlsys import train
 from rlsys.errors import CheckpointError, ConfigError, RunAborted
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint_files import find_latest
 from rlsys.replay.rollout_parquet import read_records
 from rlsys.types import OutcomeKind
 from tests.jobs import config_of, keys_of

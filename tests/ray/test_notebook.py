@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 
 import rlsys
 from rlsys.launch import Run
-from rlsys.loop.checkpoint import find_latest, step_of
+from rlsys.loop.checkpoint_files import find_latest, step_of
 from tests.jobs import config_of
 
 pytestmark = pytest.mark.ray

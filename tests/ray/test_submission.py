@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from rlsys.loop.checkpoint import find_latest, step_of
+from rlsys.loop.checkpoint_files import find_latest, step_of
 from tests.jobs import keys_of
 from tests.ray.commands import DEADLINE_S, ENDLESS, RLSYS, SCRIPTS, wait_until
 

@@ -18,7 +18,7 @@ from rlsys.batch.packing import BatchPlan
 from rlsys.config.curation_section import CurationSection
 from rlsys.contracts import GroupScores, Replacement, TrainStats, Workers
 from rlsys.errors import RunAborted, WorkerDied
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint_files import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import EpisodeReplaced, GroupReissued, StepDone
 from rlsys.testing import (

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from rlsys.algorithm import Column
 from rlsys.contracts import GroupScores
 from rlsys.errors import CheckpointError, NoProgress, RunAborted, WorkerDied
-from rlsys.loop.checkpoint import find_latest, read_state
+from rlsys.loop.checkpoint import read_state
+from rlsys.loop.checkpoint_files import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import (
     CheckpointSaved,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Published, Workers
 from rlsys.errors import CheckpointError, DeadlineExceeded, NoProgress, RunAborted, TrainingError, WorkerDied, full_text
-from rlsys.loop.checkpoint import find_latest, step_of
+from rlsys.loop.checkpoint_files import find_latest, step_of
 from rlsys.loop.driver import SAVE_S, STOP_S, Driver
 from rlsys.monitoring.events import RolledBack, StepDone, WorkerFailed
 from rlsys.testing import EventRecorder, FakeActor, FakeWorld, Fault, run_virtual

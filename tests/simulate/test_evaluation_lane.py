@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlsys.config.eval_section import EvalSection
 from rlsys.contracts import GroupScores, Workers
 from rlsys.errors import NoProgress, RunAborted
-from rlsys.loop.checkpoint import find_latest, step_of
+from rlsys.loop.checkpoint_files import find_latest, step_of
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.driver import Driver
 from rlsys.loop.evaluation import EvaluationLane, Evaluator

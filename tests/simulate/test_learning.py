@@ -18,13 +18,15 @@ from rlsys.algorithm import Algorithm, Column, StepAdvantages
 from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Files, TrainStats, Workers
 from rlsys.errors import CheckpointError, ConfigError, OutOfMemory, RunAborted, TrainingError, WorkerDied
-from rlsys.loop.checkpoint import find_latest, read_failed
+from rlsys.loop.checkpoint import read_failed
+from rlsys.loop.checkpoint_files import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import CheckpointSaved, GroupDropped, StepDone, ZeroAdvantageWarning
 from rlsys.monitoring.metric_catalog import undocumented_names
 from rlsys.replay.rollout_json import read_groups
 from rlsys.testing import EventRecorder, FakeActor, FakeCritic, FakeReference, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.types import Group, Ref
+from rlsys.util.any_paths import AnyPath
 from rlsys.util.hashed_files import SavedFile
 from tests.simulate.world import StopAfter, driver_on, go_on, latencies
 
@@ -453,22 +455,22 @@ ELSEWHERE = {"shard-00002.safetensors": SavedFile.of(b"x" * 100)}
 
 
 class ActorElsewhere(FakeActor):
-    async def write_state(self, folder: Path, state: str) -> Files:
+    async def write_state(self, folder: AnyPath, state: str) -> Files:
         return {**await super().write_state(folder, state), **ELSEWHERE}
 
 
 class CriticElsewhere(FakeCritic):
-    async def write_state(self, folder: Path, state: str) -> Files:
+    async def write_state(self, folder: AnyPath, state: str) -> Files:
         return {**await super().write_state(folder, state), **ELSEWHERE}
 
 
 class GroupsElsewhere(FakeActor):
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
-        return await super().save_groups(path.with_name("other"), groups)
+    async def save_groups(self, path: AnyPath, groups: Sequence[Group]) -> SavedFile:
+        return await super().save_groups(path.parent / "other", groups)
 
 
 class CutShort(FakeActor):
-    async def write_state(self, folder: Path, state: str) -> Files:
+    async def write_state(self, folder: AnyPath, state: str) -> Files:
         files = await super().write_state(folder, state)
         return {name: replace(file, num_bytes=file.num_bytes + 7) for name, file in files.items()}
 

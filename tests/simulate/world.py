@@ -11,7 +11,7 @@ from rlsys.algorithm import Algorithm, Column
 from rlsys.config.curation_section import CurationSection
 from rlsys.contracts import Workers
 from rlsys.loop.build_driver import Constants
-from rlsys.loop.checkpoint import find_latest
+from rlsys.loop.checkpoint_files import find_latest
 from rlsys.loop.driver import Driver
 from rlsys.monitoring.events import Event, StepDone
 from rlsys.stabilizer import StabilizerPlugin

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlsys.algorithm import REFERENCE_COLUMNS, Column, LossInputs, LossOutput
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, RankPlan, plan_batch
 from rlsys.batch.tensors import MicroBatch, StepData
-from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep
+from rlsys.loop.checkpoint import FailedStep
+from rlsys.loop.checkpoint_files import ACTOR, CRITIC, GROUPS
 from rlsys.replay.replay_results import (
     Comparison,
     NonFinite,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlsys.config.lora_section import LoraSection
 from rlsys.errors import CheckpointError
+from rlsys.util.any_paths import AnyPath
 from workers.train.state_files import load_state, saved_shapes
 
 PART = "lora"
@@ -25,7 +25,7 @@ def facts_of(lora: LoraSection, base: str) -> dict[str, Tensor]:
 
 
 def check_saved(
-    folder: Path, live: Mapping[str, Tensor], facts: Mapping[str, Tensor] | None, *, num_ranks: int
+    folder: AnyPath, live: Mapping[str, Tensor], facts: Mapping[str, Tensor] | None, *, num_ranks: int
 ) -> None:
     """Raise `CheckpointError` unless a checkpoint fits the trained parameters `live`.
 

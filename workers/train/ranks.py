@@ -18,9 +18,11 @@ from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import MemorySavings, SyncSection
 from rlsys.contracts import Files, Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
+from rlsys.loop.checkpoint_files import content_problem
 from rlsys.replay.rollout_json import GroupRecord, read_groups, write_groups
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Distribution, Episode, Group, PolicyVersion
+from rlsys.util.any_paths import AnyPath, RemotePath
 from rlsys.util.deadlines import remote
 from rlsys.util.files import flush
 from rlsys.util.hashed_files import SavedFile
@@ -129,7 +131,7 @@ class Rank:
         raise NotImplementedError
 
     @remote("copying its state for a checkpoint")
-    def save(self, folder: Path) -> None:
+    def save(self, folder: AnyPath) -> None:
         """Begin to copy the state, then to write it. The next step waits with its changes until it is copied."""
         self._writing = self._backend.save(folder, self._stabilizer)
 
@@ -141,13 +143,19 @@ class Rank:
         """
         assert self._writing is not None, "save comes first"
         writing, self._writing = self._writing, None
-        files = writing.wait()
-        with _disk(writing.folder):
-            flush(writing.folder, map(writing.folder.joinpath, files))
+        files, folder = writing.wait(), writing.folder
+        if not isinstance(folder, RemotePath):
+            with _disk(folder):
+                flush(folder, map(folder.joinpath, files))
         return files
 
+    @remote("checking a checkpoint")
+    def find_damage(self, checkpoint: AnyPath, files: Files) -> str | None:
+        """Read these files; return the first difference from what was saved. Not collective."""
+        return content_problem(checkpoint, files)
+
     @remote("loading a checkpoint")
-    def load(self, folder: Path) -> int:
+    def load(self, folder: AnyPath) -> int:
         """Load a checkpoint; returns the synchronous steps still due, see `Actor.load`. Raises `CheckpointError`."""
         self._backend.load(folder, self._stabilizer)
         return self._stabilizer.synchronous_steps_left if self._stabilizer else 0
@@ -165,7 +173,7 @@ class Rank:
 
 
 @contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def _disk(path: AnyPath) -> Iterator[None]:
     """Turn an `OSError` into a `CheckpointError` that names the file."""
     try:
         yield
@@ -268,7 +276,7 @@ class ActorRank(Rank):
         return len(columns), columns
 
     @remote("writing {path.name}")
-    def save_groups(self, path: Path, groups: Sequence[Group], parcel: Parcel) -> SavedFile:
+    def save_groups(self, path: AnyPath, groups: Sequence[Group], parcel: Parcel) -> SavedFile:
         """Write groups with their payloads; return the size and hash of the file.
 
         Raises `CheckpointError` if the file cannot be written, `PayloadLost` if payloads are lost.
@@ -278,7 +286,7 @@ class ActorRank(Rank):
             return write_groups(path, map(GroupRecord, groups, payloads))
 
     @remote("reading {path.name}")
-    def load_groups(self, path: Path) -> tuple[list[Group], tuple[Payload, ...]]:
+    def load_groups(self, path: AnyPath) -> tuple[list[Group], tuple[Payload, ...]]:
         """The groups of a file without payloads, and the payloads."""
         records = read_groups(path)
         return [record.group for record in records], tuple(record.episodes for record in records)

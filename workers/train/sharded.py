@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rlsys.errors import CheckpointError, OutOfMemory, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
+from rlsys.util.any_paths import AnyPath
 from workers.model.model_tensors import local, persistent_buffers
 from workers.train.adapter_state import PART, check_saved
 from workers.train.layout import RankLayout
@@ -174,7 +174,7 @@ class Sharded:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def save(self, folder: Path, stabilizer: Stabilizer | None = None) -> Writing:
+    def save(self, folder: AnyPath, stabilizer: Stabilizer | None = None) -> Writing:
         """Save weights, optimizer, step and stabilizer state; each rank writes its share.
 
         A step may begin at once: its update waits until all is copied.
@@ -184,7 +184,7 @@ class Sharded:
             state["stabilizer"] = _as_sharded(stabilizer.state_dict(), self.parameters())
         return self._state_writer.save(state, folder)
 
-    def load(self, folder: Path, stabilizer: Stabilizer | None = None) -> None:
+    def load(self, folder: AnyPath, stabilizer: Stabilizer | None = None) -> None:
         """Restore a checkpoint from any number of ranks, bit for bit.
 
         A stabilizer without state in the checkpoint stays as it is; state without a stabilizer is ignored. Raises
@@ -205,12 +205,12 @@ class Sharded:
         if stabilizer and saved:
             stabilizer.load_state_dict(live)
 
-    def load_weights(self, folder: Path) -> None:
+    def load_weights(self, folder: AnyPath) -> None:
         """Restore only the trained weights and the buffers of a checkpoint. Raises `CheckpointError` as `load`."""
         check_saved(folder, self.parameters(), self._adapter, num_ranks=self._ranks.num_ranks)
         self._read(self._weights(), folder)
 
-    def _read(self, state: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    def _read(self, state: Mapping[str, Mapping[str, Tensor]], folder: AnyPath) -> None:
         """Read into live tensors. Without buffers in the checkpoint, those of the model's files stay: no step changes
         them. So does a reference, which begins to follow the policy then."""
         absent = [part for part in (BUFFERS, REFERENCE) if part in state and not saved_shapes(folder, part)]

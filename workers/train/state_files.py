@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -27,9 +26,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 
 from rlsys.contracts import Files
 from rlsys.errors import CheckpointError
-from rlsys.util.hashed_files import HashedWriter, SavedFile
+from rlsys.util.any_paths import AnyPath, RemotePath, writing
+from rlsys.util.hashed_files import SavedFile
 from workers.model.model_tensors import local
 from workers.train.rank_group import RankGroup
+from workers.train.remote_state import SUFFIX, RemoteStateReader
 
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """Part -> name -> tensor, possibly a shard (`DTensor`)."""
@@ -41,7 +42,7 @@ FILE_BYTES = 1 << 30
 class Writing:
     """Copy of a state in host memory, which a thread writes."""
 
-    folder: Path
+    folder: AnyPath
     _copied: Future[None] | None
     _written: Future[None]
     _shards: _ShardFiles
@@ -63,17 +64,26 @@ class Writing:
 
 
 class _ShardFiles(FileSystem):
-    """Files of one rank in a folder, hashed while they are written."""
+    """Files of one rank in a folder, hashed while they are written. They are named by strings."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: AnyPath) -> None:
+        self._folder = folder
         self.saved: dict[str, SavedFile] = {}
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Do nothing: writing makes the folder."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashed = HashedWriter(cast("IO[bytes]", stream))
-            yield hashed
-        self.saved[Path(path).name] = hashed.saved
+        with writing(self._folder / str(path)) as stream:
+            yield stream
+        self.saved[str(path)] = stream.saved
 
 
 class StateWriter:
@@ -95,7 +105,7 @@ class StateWriter:
         )
         self._newest: Writing | None = None
 
-    def save(self, state: State, folder: Path) -> Writing:
+    def save(self, state: State, folder: AnyPath) -> Writing:
         """Begin to copy the state to host memory, then write it in a thread; each rank writes its shards. Collective.
 
         The state may change only after `wait_copied`.
@@ -103,7 +113,8 @@ class StateWriter:
         if self._newest is not None:
             self._newest.settle()
         writer = HuggingFaceStorageWriter(str(folder), _files_of(state), save_distributed=True)
-        writer.fs = shards = _ShardFiles()
+        writer.fs = shards = _ShardFiles(folder)
+        writer.sync_files = not isinstance(folder, RemotePath)
         detached = {part: {name: t.detach() for name, t in tensors.items()} for part, tensors in state.items()}
         alone, group = self._ranks.num_ranks == 1, self._ranks.aside
         saving = async_save(
@@ -121,13 +132,13 @@ class StateWriter:
             self._newest.wait_copied()
 
 
-def load_state(state: State, folder: Path, *, num_ranks: int) -> None:
+def load_state(state: State, folder: AnyPath, *, num_ranks: int) -> None:
     """Read into live tensors, in place. Collective. Raises `CheckpointError`."""
     with _doing("read training state from", folder):
         load(dict(state), storage_reader=_reader_of(folder), no_dist=num_ranks == 1)
 
 
-def saved_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
+def saved_shapes(folder: AnyPath, part: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in one part of the saved state, by name; empty if it was not saved."""
     with _doing("read training state from", folder):
         saved = _reader_of(folder).read_metadata().state_dict_metadata
@@ -135,10 +146,11 @@ def saved_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.size) for name, each in of_part.items() if isinstance(each, TensorStorageMetadata)}
 
 
-def _reader_of(folder: Path) -> HuggingFaceStorageReader:
-    if not any(folder.glob("*.safetensors")):
+def _reader_of(folder: AnyPath) -> HuggingFaceStorageReader:
+    names = folder.names() if isinstance(folder, RemotePath) else [path.name for path in folder.glob("*")]
+    if not any(name.endswith(SUFFIX) for name in names):
         raise OSError("it contains no safetensors file; if another version of rlsys wrote it, go on with that one")
-    return HuggingFaceStorageReader(str(folder))
+    return RemoteStateReader(folder) if isinstance(folder, RemotePath) else HuggingFaceStorageReader(str(folder))
 
 
 def _files_of(state: State) -> dict[str, int]:
@@ -156,7 +168,7 @@ def _files_of(state: State) -> dict[str, int]:
 
 
 @contextmanager
-def _doing(what: str, folder: Path) -> Iterator[None]:
+def _doing(what: str, folder: AnyPath) -> Iterator[None]:
     """Raise the first rank's error, without the checkpoint library's wrapping, as a `CheckpointError`.
 
     Suppresses the warning that a rank has no process group: a single rank needs none.

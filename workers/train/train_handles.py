@@ -15,6 +15,7 @@ from rlsys.batch.packing import BatchPlan
 from rlsys.contracts import Files, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import CollectiveFailed, DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
+from rlsys.util.any_paths import AnyPath
 from rlsys.util.deadlines import timeout, unless
 from rlsys.util.event_loops import all_or_none
 from rlsys.util.hashed_files import SavedFile
@@ -193,10 +194,16 @@ class RanksHandle(Generic[R]):
         stats = await self._gather(steps)
         return TrainStats(stats[0].metrics, max(s.train_s for s in stats))
 
-    def save(self, folder: Path) -> Saving[Files]:
+    def save(self, folder: AnyPath) -> Saving[Files]:
         return SavedRanks(self, folder)
 
-    async def copy_state(self, folder: Path) -> None:
+    async def find_damage(self, checkpoint: AnyPath, files: Files) -> str | None:
+        ranks, names = self._ranks, sorted(files)
+        shares = [{name: files[name] for name in names[r :: len(ranks)]} for r in range(len(ranks))]
+        calls = (rank.call(Rank.find_damage, checkpoint, share) for rank, share in zip(ranks, shares, strict=True))
+        return next(filter(None, await self._gather(calls)), None)
+
+    async def copy_state(self, folder: AnyPath) -> None:
         """Begin to save the state of every rank."""
         await self._all(Rank.save, folder)
 
@@ -259,7 +266,7 @@ class SavedRanks:
     """Implements `Saving`: the state of all ranks of a model."""
 
     ranks: RanksHandle[Any]
-    folder: Path
+    folder: AnyPath
 
     async def take_copy(self) -> None:
         await self.ranks.copy_state(self.folder)
@@ -294,7 +301,7 @@ class ActorHandle(RanksHandle[ActorRank]):
         parts = await self._all(ActorRank.publish, version)
         return Published(version, sum(part.num_bytes for part in parts), max(part.stall_s for part in parts))
 
-    async def load(self, folder: Path) -> int:
+    async def load(self, folder: AnyPath) -> int:
         return (await self._all(ActorRank.load, folder))[0]
 
     async def announce_again(self, version: PolicyVersion) -> None:
@@ -316,10 +323,10 @@ class ActorHandle(RanksHandle[ActorRank]):
         assert self.recorder is not None, "a run that records has one"
         await self.recorder.write_evaluated(path, version, evaluated)
 
-    async def save_groups(self, path: Path, groups: Sequence[Group]) -> SavedFile:
+    async def save_groups(self, path: AnyPath, groups: Sequence[Group]) -> SavedFile:
         return await self._ranks[0].beside(ActorRank.save_groups, path, _bare(groups), _payloads(groups))
 
-    async def load_groups(self, path: Path) -> list[Group]:
+    async def load_groups(self, path: AnyPath) -> list[Group]:
         bare, (chunk,) = await self._ranks[0].split(ActorRank.load_groups, 1, path)
         return [replace(group, payload=PayloadRef(chunk, i)) for i, group in enumerate(bare)]
 
@@ -350,7 +357,7 @@ class RecordedStep:
 class CriticHandle(RanksHandle[CriticRank]):
     """Implements `Critic`."""
 
-    async def load(self, folder: Path) -> None:
+    async def load(self, folder: AnyPath) -> None:
         await self._all(Rank.load, folder)
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:

@@ -15,7 +15,7 @@ import pytest
 
 from rlsys.dashboard.index.index_cache import index_path
 from rlsys.dashboard.query.queries import Readings
-from rlsys.loop.checkpoint import problem_of
+from rlsys.loop.checkpoint_files import problem_of
 from rlsys.replay.rollout_parquet import ROLLOUT_FORMAT
 from tests.by_day import first_by_day
 from tests.foreign import Reading, foreign_configuration, foreign_index, foreign_run, problems_of, read_all, spoil

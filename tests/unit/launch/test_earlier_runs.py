@@ -12,7 +12,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, ModelError
 from rlsys.launch.earlier_runs import changes_since, with_models_of_runs
 from rlsys.launch.run_folder import write_run_dir
-from rlsys.loop.checkpoint import GROUPS, STATE, hash_files, write_manifest
+from rlsys.loop.checkpoint_files import GROUPS, STATE, hash_files, step_of, write_manifest
 
 NEEDED = ["run.steps=10", "data.path=rows.jsonl"]
 
@@ -111,7 +111,9 @@ def test_a_longer_run_with_a_constant_learning_rate_has_the_same_schedule(tmp_pa
 def test_the_session_that_saved_the_checkpoint_is_compared(tmp_path: Path) -> None:
     first = run_in(tmp_path, "train.lr=1")
     checkpoint = saved(first.run_dir, 3)
-    write_run_dir(Config.load([], [*NEEDED, f"run.folder={tmp_path}", "model.path=org/none", "train.lr=2"]), checkpoint)
+    write_run_dir(
+        Config.load([], [*NEEDED, f"run.folder={tmp_path}", "model.path=org/none", "train.lr=2"]), step_of(checkpoint)
+    )
     (note,) = changes_since(run_in(tmp_path / "now", "train.lr=2"), checkpoint)
     assert note.endswith("train.lr is 2.0 (was 1.0)")
 

@@ -64,7 +64,7 @@ def test_a_start_that_is_not_refused_writes_all_in_order(tmp_path: Path, policie
     with job.end_emitted():
         job.events.emit(PhaseDone("start_workers", 1.0))
         for files in job.files:
-            files.begin()
+            files.begin(6)
         job.events.emit(PhaseDone("first_step", 1.0))
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert events.startswith(before)

@@ -8,7 +8,8 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.launch.config_history import changed_keys, path_at
-from rlsys.launch.run_folder import write_run_dir
+from rlsys.launch.run_folder import Start
+from rlsys.launch.session_files import SessionFiles
 
 
 class Sessions:
@@ -20,7 +21,8 @@ class Sessions:
 
     def begin(self, lr: float, start: int, checkpoints: Path | None = None) -> None:
         checkpoint = (checkpoints or self.run / "checkpoints") / f"step_{start:06d}"
-        write_run_dir(Config.load([], [*self._keys, f"train.lr={lr}"]), checkpoint if start else None)
+        config = Config.load([], [*self._keys, f"train.lr={lr}"])
+        SessionFiles(config, Start(checkpoint if start else None), is_new=False).begin(start)
 
     def lr_at(self, step: int) -> float:
         return Config.load(path_at(self.run, step)).train.lr

@@ -20,17 +20,10 @@ from hypothesis import strategies as st
 from rlsys.contracts import Files, Saving
 from rlsys.data.task_source import Cursor
 from rlsys.errors import CheckpointError
-from rlsys.loop.checkpoint import (
-    Checkpoints,
-    DriverState,
-    copy_and_write,
-    find_intact,
-    find_latest,
-    is_complete,
-    parse_manifest,
-    read_state,
-)
+from rlsys.loop.checkpoint import Checkpoints, DriverState, copy_and_write, read_state
+from rlsys.loop.checkpoint_files import find_latest, is_complete, newest_whole, parse_manifest, problem_of
 from rlsys.loop.task_ledger import LedgerState, TaskDraw
+from rlsys.util.any_paths import AnyPath, writing
 from rlsys.util.hashed_files import SavedFile
 
 pytestmark = pytest.mark.slow
@@ -52,12 +45,12 @@ FILES = {name: SavedFile.of(content) for name, content in CONTENTS.items()}
 class Written:
     """Some files of actor and groups."""
 
-    folder: Path
+    folder: AnyPath
 
     async def take_copy(self) -> None:
-        (self.folder / "actor").mkdir()
         for name, content in CONTENTS.items():
-            (self.folder / name).write_bytes(content)
+            with writing(self.folder / name) as file:
+                file.write(content)
 
     async def write_copy(self) -> Files:
         return FILES
@@ -65,13 +58,13 @@ class Written:
 
 class DiskIsFull(Written):
     async def take_copy(self) -> None:
-        (self.folder / "groups.jsonl").write_text("half of")
+        (self.folder / "groups.jsonl").write_bytes(b"half of")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class DiskFillsUp(Written):
     async def take_copy(self) -> None:
-        (self.folder / "groups.jsonl").write_text("half of")
+        (self.folder / "groups.jsonl").write_bytes(b"half of")
 
     async def write_copy(self) -> Files:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -80,12 +73,12 @@ class DiskFillsUp(Written):
 def save(
     checkpoints: Checkpoints,
     step: int,
-    files_in: Callable[[Path], Saving[Files]] = Written,
+    files_in: Callable[[AnyPath], Saving[Files]] = Written,
     state: DriverState | None = None,
-) -> Path:
+) -> AnyPath:
     """Save the state of a step, both parts."""
 
-    async def both() -> Path:
+    async def both() -> AnyPath:
         return await copy_and_write(checkpoints.save(step, state or state_of(step), files_in))
 
     return asyncio.run(both())
@@ -157,7 +150,7 @@ def test_any_damage_is_passed_over_and_named(data):
         else:
             other = data.draw(st.integers(0, 255).filter(lambda byte: byte != content[place]))
             path.write_bytes(content[:place] + bytes([other]) + content[place + 1 :])
-        found, problems = find_intact(folder)
+        found, problems = newest_whole(folder)
         if found == newest:  # white space between two words of the manifest
             assert path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(content)
             return
@@ -171,7 +164,16 @@ def test_a_file_with_other_contents_is_named(tmp_path):
     weights = tmp_path / "step_000002" / "actor" / "weights.bin"
     weights.write_bytes(b"w" * 50 + b"x" + b"w" * 49)
     assert find_latest(tmp_path) is not None
-    assert find_intact(tmp_path) == (None, [f"{weights} has other contents than were saved"])
+    assert problem_of(tmp_path / "step_000002") == f"{weights} has other contents than were saved"
+    with pytest.raises(CheckpointError, match=rf"{weights} has other contents than were saved"):
+        newest_whole(tmp_path)
+
+
+def test_a_file_that_was_not_saved_is_named(tmp_path):
+    checkpoints_in(tmp_path, 2)
+    further = tmp_path / "step_000002" / "actor" / "more.bin"
+    further.touch()
+    assert problem_of(tmp_path / "step_000002", sizes_only=True) == f"{further} was not saved with this checkpoint"
 
 
 @pytest.mark.parametrize("named", ["step_000009", "", "step_0000", None])

@@ -9,7 +9,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.loop.checkpoint import Checkpoints, copy_and_write, step_of
+from rlsys.loop.checkpoint import Checkpoints, copy_and_write
+from rlsys.loop.checkpoint_files import step_of
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from tests.unit.loop.test_checkpoint import Written, state_of
 

@@ -22,7 +22,8 @@ from rlsys.batch.tensors import StepData
 from rlsys.cli import app
 from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
-from rlsys.loop.checkpoint import ACTOR, CRITIC, GROUPS, FailedStep, read_failed
+from rlsys.loop.checkpoint import FailedStep, read_failed
+from rlsys.loop.checkpoint_files import ACTOR, CRITIC, GROUPS
 from rlsys.replay.replay_results import NonFinite, ReplayedSample, ReplayedStep
 from rlsys.replay.rollout_json import GroupRecord, write_groups
 from rlsys.types import Distribution, Episode

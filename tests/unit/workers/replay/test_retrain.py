@@ -25,7 +25,7 @@ from rlsys.config import Config
 from rlsys.errors import ConfigError, DataError
 from rlsys.launch.run_folder import write_run_dir
 from rlsys.loop.build_driver import shape_of
-from rlsys.loop.checkpoint import GROUPS, STATE, hash_files, write_manifest
+from rlsys.loop.checkpoint_files import GROUPS, STATE, hash_files, write_manifest
 from rlsys.monitoring.events import Events, RunStarted, StepDone, WeightsPublished
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.replay.rollout_json import RolloutRecord, Rows
@@ -93,7 +93,7 @@ class Run:
     def begin(self, *overrides: str, start: int = 0) -> None:
         """A session, from the checkpoint of `start` if it is not the first."""
         self.config = config = Config.load([], [*self.keys, *overrides])
-        write_run_dir(config, self.checkpoint(start) if start else None)
+        write_run_dir(config, start)
         model, dtype, columns = self.model, config.dtype, config.algorithm.columns
         self.backend = FsdpBackend(model, optimizer_settings(config), RankGroup(), dtype=dtype)
         self.critic = self.reference = None

@@ -1,0 +1,181 @@
+"""Paths on a disk, or at a URL of fsspec such as `s3://bucket/path`.
+
+    folder = any_path("s3://bucket/runs/sums/checkpoints")
+    with writing(folder / "step_000050" / "groups.jsonl") as file:
+        file.write(b"...")
+    file.saved  # its size and hash
+
+Each file system has errors of its own. Methods of a `RemotePath` raise `FileNotFoundError` for what is missing,
+`ConfigError` if no package can open the URL, and a `CheckpointError` that names URL and cause for all others. Their
+retries are those of the file system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from rlsys.errors import CheckpointError, ConfigError, RlsysError
+from rlsys.util.hashed_files import HashedWriter
+from rlsys.util.regular_files import MOST_BYTES, open_regular, read_regular
+
+CHUNK_BYTES = 2**24
+"""Most bytes of one range of a file that is read whole."""
+CHUNKS_AT_ONCE = 8
+"""Number of such ranges that a file system may read at the same time."""
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """File or folder at a URL. It has no cached state, because other machines write there too."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that contains this."""
+        return RemotePath(self.url.rpartition("/")[0])
+
+    def exists(self) -> bool:
+        """Return True for a file, or a folder with files."""
+        with self._opened("read") as (files, path):
+            return files.exists(path)
+
+    def names(self) -> list[str]:
+        """Names in this folder; none if it does not exist."""
+        with self._opened("read") as (files, path):
+            found = files.ls(path, detail=False) if files.exists(path) else []
+            return sorted({each.rstrip("/").rpartition("/")[2] for each in found})
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of all files below this folder, by their relative paths; none if it does not exist."""
+        with self._opened("read") as (files, path):
+            found = files.find(path, detail=True) if files.exists(path) else {}
+            return {name.removeprefix(path).lstrip("/"): info["size"] for name, info in found.items()}
+
+    def read_bytes(self) -> bytes:
+        """Read a file whole."""
+        with self._opened("read") as (files, path):
+            return files.cat_file(path)
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """Read byte ranges of files in this folder, each given as name, start and end."""
+        with self._opened("read") as (files, path):
+            names, starts, ends = ([each[i] for each in ranges if each[1] < each[2]] for i in range(3))
+            found = iter(files.cat_ranges([f"{path}/{name}" for name in names], starts, ends, on_error="raise"))
+            return [next(found) if start < end else b"" for _, start, end in ranges]
+
+    def chunks(self, num_bytes: int) -> Iterator[bytes]:
+        """Yield the first `num_bytes` of a file in parts."""
+        ends = range(CHUNK_BYTES, num_bytes + CHUNK_BYTES, CHUNK_BYTES)
+        ranges = [(self.name, end - CHUNK_BYTES, min(end, num_bytes)) for end in ends]
+        for first in range(0, len(ranges), CHUNKS_AT_ONCE):
+            yield from self.parent.read_ranges(ranges[first : first + CHUNKS_AT_ONCE])
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write a file whole."""
+        with self.writing() as stream:
+            stream.write(content)
+
+    def remove(self) -> None:
+        """Remove a file, or a folder with all below it, if it is there."""
+        with self._opened("remove") as (files, path):
+            if files.exists(path):
+                files.rm(path, recursive=True)
+
+    @contextmanager
+    def reading(self) -> Iterator[IO[bytes]]:
+        """Open a file to read it from its begin."""
+        with self._opened("read") as (files, path), files.open(path, "rb") as stream:
+            yield stream
+
+    @contextmanager
+    def writing(self) -> Iterator[IO[bytes]]:
+        """Open a file to write it. It appears when the block ends, or grows until then."""
+        with self._opened("write") as (files, path):
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with files.open(path, "wb") as stream:
+                yield stream
+
+    @contextmanager
+    def _opened(self, doing: str) -> Iterator[tuple[Any, str]]:
+        """Yield the file system, and the path in it."""
+        from fsspec.core import url_to_fs  # .2 s
+
+        try:
+            files, path = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{self.url} cannot be opened: {error}") from error
+        try:
+            files.invalidate_cache()
+            yield files, path
+        except (RlsysError, FileNotFoundError):
+            raise
+        except Exception as error:  # each file system has errors of its own
+            raise CheckpointError(f"cannot {doing} {self.url}: {type(error).__name__}: {error}") from error
+
+
+AnyPath: TypeAlias = Path | RemotePath
+
+
+def any_path(text: str) -> AnyPath:
+    """Return the path that `text` means: a URL if it contains `://`."""
+    return RemotePath(text.rstrip("/")) if "://" in text else Path(text)
+
+
+def read_any(path: AnyPath, most_bytes: int = MOST_BYTES) -> bytes:
+    """Read a file whole. On a disk it must be a regular one, of `most_bytes`. Raises `OSError`."""
+    return path.read_bytes() if isinstance(path, RemotePath) else read_regular(path, most_bytes)
+
+
+@contextmanager
+def reading(path: AnyPath) -> Iterator[IO[bytes]]:
+    """Open a file to read it; on a disk, a regular one. Raises `OSError`."""
+    if isinstance(path, RemotePath):
+        with path.reading() as stream:
+            yield stream
+    else:
+        with open_regular(path) as file, BufferedReader(file) as stream:
+            yield stream
+
+
+@contextmanager
+def writing(path: AnyPath) -> Iterator[HashedWriter]:
+    """Open a file to write and hash it; folders that are missing are made. Raises `OSError`."""
+    if not isinstance(path, RemotePath):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with path.writing() if isinstance(path, RemotePath) else path.open("wb") as stream:
+        yield HashedWriter(stream)
+
+
+def sizes_in(folder: AnyPath, names: Sequence[str]) -> Mapping[str, int | str]:
+    """Return the size of each of these files, or why it cannot be read."""
+    if isinstance(folder, RemotePath):
+        sizes = folder.sizes()
+        return {name: sizes.get(name, "there is no such file") for name in names}
+    return {name: _size_of(folder / name) for name in names}
+
+
+def _size_of(path: Path) -> int | str:
+    try:
+        with open_regular(path) as file:
+            return file.seek(0, 2)
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError:
+        return "no file can have this name"
