@@ -71,6 +71,7 @@ def of_trial(config: Config, values: Mapping[str, object], folder: Path) -> Conf
     tree = config.model_dump(mode="json")
     own = {"run.folder": str(folder), "run.name": f"run{sum(1 for _ in folder.glob('run*'))}", "run.resume": "never"}
     own |= {"checkpoint.keep_last": max(KEPT, config.checkpoint.keep_last), "dashboard": None}
+    own["checkpoint.to"] = None  # Tune keeps the checkpoints of trials itself
     for key, value in {**values, **own}.items():
         section: dict[str, Any] = tree
         *sections, last = key.split(".")

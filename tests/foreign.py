@@ -233,7 +233,7 @@ def foreign_configuration(run: Path, random: Random, private: Path, marks: Path)
         "model": [{"path": named}, {"path": f"{private}/..", "tokenizer": named}, {"path": str(run)}],
         "algorithm": [code, {"type": code}], "stabilizer": [code], "tracking": [[code], {"type": code}, [named]],
         "eval": [{"data": {"held_out": named}}, {"data": named, "every": 1}, {"data": {named: named, "x": code}}],
-        "checkpoint": [{"copy_to": named}, {"to": named}, {"copy_to": f"memory://{private}"}],
+        "checkpoint": [{"copy_to": named}, {"to": named}, {"to": f"file://{private}"}, {"to": [named]}],
         "run": [{"name": named, "folder": str(private)}, {"resume": named}], "alerts": [code, {"notify": command}],
         "dashboard": [f"0.0.0.0:{random.randrange(20_000, 30_000)}"], "plugins": [code, [code]],
         "train": [{"lora": code}],

@@ -51,9 +51,9 @@ class RunSection(Section):
     """Passes over the tasks of all sources, instead of `steps`: `epochs` * tasks / `train.groups_per_step` steps,
     rounded up. A task that is dropped is drawn, and fills no step."""
     resume: Annotated[PathText, AfterValidator(_resume)] = "never"
-    """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, or its
-    copy (`checkpoint.copy_to`), else start. must: resume, or fail. A folder: start a new run from the latest checkpoint
-    of the run in that folder. A URL: the same, from the copies of that run, `COPY_TO/NAME`."""
+    """never: start a new run; refused if an earlier run took a step. auto: resume from the latest checkpoint, else
+    start. must: resume, or fail. A folder: start a new run from the latest checkpoint of the run in that folder. A URL:
+    the same, from the checkpoints of that run at `TO/NAME` (`checkpoint.to`)."""
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Self:
@@ -132,10 +132,10 @@ class CheckpointSection(Section):
     `lowest` comes before it: `lowest eval/held_out/length_mean`."""
     early_stopping_patience: NonNegativeInt = 0
     """Evaluations in a row without a better value of `best_by` that end the run early; needs `keep_best`. 0: never."""
-    copy_to: str | None = None
-    """Folder or bucket to which each checkpoint is copied in the background, a URL of fsspec such as
-    `s3://bucket/path`; the copies of the run are in `copy_to/NAME`. Credentials come from the environment. None: no
-    copies."""
+    to: str | None = None
+    """Folder or bucket in which checkpoints are written and read, in place of the run's folder: a URL of fsspec such as
+    `s3://bucket/path`, which the driver and all ranks reach; those of the run are in `to/NAME`. Credentials come from
+    the environment. None: in the run's folder, which all machines then share."""
 
     @property
     def best_metric(self) -> str:
@@ -168,12 +168,12 @@ class CheckpointSection(Section):
             )
         return patience
 
-    @field_validator("copy_to")
+    @field_validator("to")
     @classmethod
-    def _is_url(cls, copy_to: str | None) -> str | None:
-        if copy_to is not None and "://" not in copy_to:
-            raise ValueError(f"should be a URL, such as s3://bucket/path or file:///folder (got {short_repr(copy_to)})")
-        return copy_to and copy_to.rstrip("/")
+    def _is_url(cls, to: str | None) -> str | None:
+        if to is not None and "://" not in to:
+            raise ValueError(f"should be a URL, such as s3://bucket/path or file:///folder (got {short_repr(to)})")
+        return to and to.rstrip("/")
 
 
 class LimitsSection(Section):

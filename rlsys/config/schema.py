@@ -48,6 +48,7 @@ from rlsys.config.section_rules import broken_rules
 from rlsys.config.train_section import CriticSection, ReferenceSection, TrainSection
 from rlsys.errors import ConfigError
 from rlsys.rewards.reward_function import RewardSpec
+from rlsys.util.any_paths import AnyPath, RemotePath
 
 ON_CPU_SLOTS, ON_CPU_MICRO_BATCH_TOKENS = 64, 8192
 """Values of `rollout.slots` and `train.micro_batch_tokens` on CPUs, see `rlsys.launch.device_defaults`."""
@@ -143,9 +144,10 @@ class Config(Section):
         return self.run.folder / self.run.name
 
     @property
-    def copies(self) -> str | None:
-        """URL of the copies of this run's checkpoints; None: there are none."""
-        return self.checkpoint.copy_to and f"{self.checkpoint.copy_to}/{self.run.name}/checkpoints"
+    def checkpoints_at(self) -> AnyPath:
+        """Folder or URL of this run's checkpoints."""
+        to = self.checkpoint.to
+        return RemotePath(f"{to}/{self.run.name}/checkpoints") if to else self.run_dir / "checkpoints"
 
     def of(self, policy: str) -> Config:
         """Configuration of one of several policies as a run, in the directory `policies/NAME` of this run."""
@@ -153,8 +155,8 @@ class Config(Section):
         sections = {name: getattr(self, name) for name in type(self).model_fields if name not in ("policies", "agents")}
         resume = f"{resume}/policies/{policy}" if "/" in resume else resume
         sections["run"] = run.model_copy(update={"folder": self.run_dir / "policies", "name": policy, "resume": resume})
-        if copies := self.checkpoint.copy_to:
-            update = {"copy_to": f"{copies}/{run.name}/policies"}
+        if to := self.checkpoint.to:
+            update = {"to": f"{to}/{run.name}/policies"}
             sections["checkpoint"] = self.checkpoint.model_copy(update=update)
         return type(self).model_validate(self.policies[policy].over(sections))
 

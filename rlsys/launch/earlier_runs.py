@@ -13,7 +13,8 @@ from rlsys.errors import CheckpointError, ConfigError, ModelError
 from rlsys.launch.config_history import path_at
 from rlsys.launch.offline_commands import export_once
 from rlsys.launch.preflight import with_model_paths
-from rlsys.loop.checkpoint_files import newest_whole, step_of
+from rlsys.loop.checkpoint_files import newest_local, step_of
+from rlsys.util.any_paths import AnyPath, RemotePath
 from rlsys.util.files import CONFIG
 from rlsys.util.leaves import leaves
 
@@ -45,7 +46,7 @@ def _model_at(path: str, key: str, own_run: Path) -> str:
             raise ModelError(f"{key}: {own_run} began with {began}, which is gone; restore it from a copy")
         return began
     try:
-        checkpoint, _ = newest_whole(folder / "checkpoints")
+        checkpoint, _ = newest_local(folder)
     except CheckpointError as error:
         raise ModelError(f"{key}: {error}") from error
     if checkpoint is None:
@@ -63,13 +64,14 @@ def _keys_in(path: Path) -> Mapping[str, Any]:
     return dict(leaves(tree_in(path))) if path.is_file() else {}
 
 
-def changes_since(config: Config, checkpoint: Path) -> list[str]:
+def changes_since(config: Config, checkpoint: AnyPath) -> list[str]:
     """Say which keys have other values than in the session that saved `checkpoint`, and what that does.
 
     A plug-in's own keys are compared while its `type` is the same. Raises `ConfigError` for a model whose weights are
     not those the run began with: the policy would go on from the checkpoint, with another reference.
     """
-    before = _keys_in(path_at(checkpoint.parent.parent, step_of(checkpoint)))
+    run = config.run_dir if isinstance(checkpoint, RemotePath) else checkpoint.parent.parent
+    before = _keys_in(path_at(run, step_of(checkpoint)))
     after = dict(leaves(config.model_dump(mode="json")))
     changed = [key for key in after if key in before and before[key] != after[key] and key not in OWN]
     if "model.path" in changed:

@@ -31,7 +31,7 @@ from rlsys.launch.notebook_chart import ChartSink, is_notebook
 from rlsys.launch.offline_commands import evaluate, evaluate_initial, export_once
 from rlsys.launch.preflight import check_is_kept
 from rlsys.launch.train_run import Stopping, TrainResult, train_job
-from rlsys.loop.checkpoint_files import find_latest
+from rlsys.loop.checkpoint_files import find_latest, local_checkpoint
 from rlsys.loop.evaluation import EvalMetrics
 from rlsys.monitoring.events import Event, StepDone
 from rlsys.rewards.given_functions import give
@@ -148,7 +148,7 @@ class Run:
         It starts workers beside those of the run, so the machine needs room for both until the run is over.
         """
         sets = None if data is None else {"data": data if isinstance(data, str) else str(saved_rows(self.config, data))}
-        if find_latest(self.folder / "checkpoints") is None:
+        if find_latest(self.config.checkpoints_at) is None:
             return evaluate_initial(with_models_of_runs(self.config), sets)
         return evaluate(str(self.folder), data=sets)
 
@@ -233,9 +233,9 @@ def generate(config: Config, prompts: Sequence[Prompt], *, seed: int = 0) -> lis
 
     ensure_not_shadowed()
 
-    checkpoint = find_latest(config.run_dir / "checkpoints")
+    checkpoint = find_latest(config.checkpoints_at)
     if checkpoint is not None:
-        path = str(export_once(checkpoint))
+        path = str(export_once(local_checkpoint(checkpoint, config.run_dir)))
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
     async def reply(policies: Mapping[str, Policy], index: int, prompt: Prompt) -> str:

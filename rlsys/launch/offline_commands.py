@@ -29,7 +29,15 @@ from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.hub_repo import HubRepo
 from rlsys.loop.build_driver import best_of, evaluator_of, shape_of
 from rlsys.loop.checkpoint import read_failed, read_state
-from rlsys.loop.checkpoint_files import hash_files, model_problem_of, newest_first, step_of, write_manifest
+from rlsys.loop.checkpoint_files import (
+    checkpoints_of,
+    find_latest,
+    hash_files,
+    model_problem_of,
+    newest_first,
+    step_of,
+    write_manifest,
+)
 from rlsys.loop.evaluation import EVALUATIONS, EvalMetrics, Evaluator, Record, recall_scores, result_path
 from rlsys.monitoring.events import Events, FileSkipped
 from rlsys.monitoring.trackers.console import ConsoleSink
@@ -313,11 +321,14 @@ def _best_step(run: Path) -> str:
 
     Raises `ConfigError` if the run compares no checkpoints, `CheckpointError` if none of them has a value.
     """
-    latest = run_folder.checkpoint_of(run, "latest")
+    run_folder.check_is_run(run)
+    checkpoints = checkpoints_of(run)
     config = load_sections(Config, run / CONFIG, (*EXPORTED, "eval", "checkpoint"), ["stabilizer=null"])
     if not config.checkpoint.keep_best:
         raise ConfigError(f"{run} has no best checkpoint (checkpoint.keep_best is 0): give a number, or latest")
-    best, steps = best_of(config), [step_of(checkpoint) for checkpoint in newest_first(run / "checkpoints")]
+    if (latest := find_latest(checkpoints)) is None:
+        raise CheckpointError(f"{run} has no complete checkpoint")
+    best, steps = best_of(config), [step_of(checkpoint) for checkpoint in newest_first(checkpoints)]
     recall_scores(run / EVALUATIONS, read_state(latest), steps, best)
     if not (ranked := best.rank_steps(steps)):
         raise CheckpointError(f"no checkpoint of {run} has a value of {best.metric} yet: give a number, or latest")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,25 @@ from pathlib import Path
 from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.config_history import keep_earlier
-from rlsys.loop.checkpoint_files import STEP, find_latest, newest_complete, newest_first, problem_of, step_of
-from rlsys.loop.remote_checkpoints import RemoteCheckpoints
+from rlsys.loop.checkpoint_files import (
+    STEP,
+    checkpoints_of,
+    find_latest,
+    local_checkpoint,
+    newest_complete,
+    newest_first,
+    problem_of,
+    step_of,
+)
 from rlsys.monitoring.events import CheckpointSaved
 from rlsys.types import PolicyVersion
+from rlsys.util.any_paths import AnyPath, RemotePath, any_path
 from rlsys.util.bounded_yaml import excess_of
 from rlsys.util.files import CONFIG, write_atomically
 from rlsys.util.regular_files import lines_of
 
 POLICIES = "policies"
 """Folder in the directory of a run of several policies, with a run directory for each trained policy."""
-FETCHED = "fetched"
-"""Folder in a run directory, with the checkpoint of another run until this run has started from it."""
 
 _STEP = re.compile(rb'"step":(\d{1,15})\b')
 
@@ -31,7 +37,7 @@ _STEP = re.compile(rb'"step":(\d{1,15})\b')
 class Start:
     """Beginning of a run: a checkpoint, or the initial model."""
 
-    checkpoint: Path | None
+    checkpoint: AnyPath | None
     """None: the initial model."""
     passed_over: Sequence[str] = ()
     """Problem of each newer checkpoint that was passed over for this one."""
@@ -46,7 +52,7 @@ def start_of(config: Config) -> Start:
     """
     resume, run = config.run.resume, config.run_dir
     if resume == "never":
-        held = str(run) if holds_run(run) else config.copies if config.copies and _copies_in(config.copies) else None
+        held = run if holds_run(run) else _newest_at(config) if config.checkpoint.to else None
         if held is not None:
             raise ConfigError(
                 f"run.name: {held} holds a run already; choose another run.name, "
@@ -55,64 +61,46 @@ def start_of(config: Config) -> Start:
         return Start(None)
     own = _newest_of(config)
     if resume == "must" and own.checkpoint is None:
-        raise CheckpointError(f"run.resume is must, and {run} has no complete checkpoint")
-    if resume in ("auto", "must"):
+        raise CheckpointError(f"run.resume is must, and {config.checkpoints_at} has no complete checkpoint")
+    if resume in ("auto", "must") or own.checkpoint is not None:
         return own
-    is_url = "://" in resume
-    if is_url and own.checkpoint is not None:
-        return own  # the other need not be fetched again
-    other = _fetch(f"{resume.rstrip('/')}/checkpoints", run / FETCHED) if is_url else _newest_in(Path(resume))
-    if other.checkpoint is None:
+    other = any_path(resume)
+    found = (
+        _newest_in(other / "checkpoints") if isinstance(other, RemotePath) else _newest_in(checkpoints_of(other), other)
+    )
+    if found.checkpoint is None:
         raise CheckpointError(f"run.resume: {resume} has no complete checkpoint")
-    if own.checkpoint is not None:
-        return own
-    if (done := step_of(other.checkpoint)) >= config.run.steps:
+    if (done := step_of(found.checkpoint)) >= config.run.steps:
         raise ConfigError(
             f"run.resume: {resume} has done {done} steps, and run.steps, which counts them too, is {config.run.steps}: "
             f"no step is left; set it to more than {done}"
         )
-    return other
+    return found
 
 
-def may_fetch(config: Config) -> bool:
-    """Return True if `start_of` may write a checkpoint into the run directory."""
-    return config.copies is not None or "://" in config.run.resume
+def _newest_at(config: Config) -> AnyPath | None:
+    """Return the newest checkpoint at `checkpoint.to`. Raises `ConfigError` if it cannot be read."""
+    try:
+        return next(newest_first(config.checkpoints_at), None)
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.to: {error}") from error
 
 
 def _newest_of(config: Config) -> Start:
-    """Find the newest whole checkpoint of a run; fetch that of its copies if there is none on this machine."""
-    if config.copies is None:
-        return _newest_in(config.run_dir)
-    try:
-        own = _newest_in(config.run_dir)
-    except CheckpointError as error:
-        fetched = _fetch(config.copies, config.run_dir / "checkpoints")
-        if fetched.checkpoint is None:
-            raise
-        return Start(fetched.checkpoint, [str(error), *fetched.passed_over])
-    return _fetch(config.copies, config.run_dir / "checkpoints") if own.checkpoint is None else own
+    """Find the newest checkpoint of a run: where it writes them, or in its folder, where it may have written earlier
+    ones."""
+    run, place = config.run_dir, config.checkpoints_at
+    has_begun = next(newest_first(place), None) is not None
+    return _newest_in(place if has_begun else run / "checkpoints", run)
 
 
-def _fetch(copies: str, into: Path) -> Start:
-    return Start(*RemoteCheckpoints(copies).fetch_newest(into))
-
-
-def _copies_in(url: str) -> bool:
-    """Return True if a run has copies at `url`. Raises `ConfigError` if it cannot be read."""
-    try:
-        return bool(RemoteCheckpoints(url).names())
-    except ConfigError:
-        raise
-    except Exception as error:  # each file system has errors of its own
-        raise ConfigError(f"checkpoint.copy_to: {url} cannot be read: {error!r}") from error
-
-
-def _newest_in(run: Path) -> Start:
-    found = Start(*newest_complete(run / "checkpoints"))
-    if found.checkpoint is None and (saved := _saved_steps(run)):
+def _newest_in(checkpoints: AnyPath, run: Path | None = None) -> Start:
+    """Find the newest checkpoint, of the run in the folder `run` if that is known."""
+    found = Start(*newest_complete(checkpoints))
+    if found.checkpoint is None and run is not None and (saved := _saved_steps(run)):
         raise CheckpointError(
-            f"{run / 'checkpoints'} is empty, and {run / 'events.jsonl'} lists a checkpoint of step {saved[-1]}: "
-            "restore one from a copy, or start a new run with another run.name"
+            f"{checkpoints} is empty, and {run / 'events.jsonl'} lists a checkpoint of step {saved[-1]}: restore one "
+            "from a copy, name the place where they are in checkpoint.to, or start a new run with another run.name"
         )
     return found
 
@@ -180,19 +168,6 @@ def write_run_dir(config: Config, start: PolicyVersion = 0) -> None:
         raise ConfigError(f"run.folder: cannot write to {config.run_dir}: {error.strerror or error}") from error
 
 
-def keep_fetched(run: Path, checkpoint: Path | None) -> None:
-    """Move `checkpoint`, which the run has started from, to those of the run if it was fetched from another run.
-
-    Deletes what a refused start has fetched.
-    """
-    if checkpoint is not None and checkpoint.parent == run / FETCHED:
-        kept = run / "checkpoints" / checkpoint.name
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.parent.mkdir(exist_ok=True)
-        checkpoint.rename(kept)
-    shutil.rmtree(run / FETCHED, ignore_errors=True)
-
-
 def check_is_run(run: Path) -> None:
     """Raise `ConfigError` unless this is the directory of a run of one policy, or of one policy of a run."""
     if not (run / CONFIG).is_file():
@@ -202,17 +177,18 @@ def check_is_run(run: Path) -> None:
 
 
 def checkpoint_of(run: Path, step: str) -> Path:
-    """Folder of a run's complete checkpoint of `step`, a number or `latest`.
+    """Folder of a run's complete checkpoint of `step`, a number or `latest`; one at a URL is fetched.
 
     Raises `ConfigError` for an invalid run or step, `CheckpointError` if there is no such checkpoint.
     """
     check_is_run(run)
-    checkpoints = run / "checkpoints"
+    checkpoints = checkpoints_of(run)
     if not (step == "latest" or step.isdecimal()):
         raise ConfigError(f"step {step!r} is neither a number nor `latest`")
     checkpoint = next(newest_first(checkpoints), None) if step == "latest" else checkpoints / STEP.format(int(step))
-    if checkpoint is None or not checkpoint.is_dir():
+    if checkpoint is None or not checkpoint.exists():
         raise CheckpointError(f"{run} has no complete checkpoint of step {step}")
-    if problem := problem_of(checkpoint):
-        raise CheckpointError(f"{problem}; restore it from a copy, or remove {checkpoint} to use an older checkpoint")
-    return checkpoint
+    found = local_checkpoint(checkpoint, run)
+    if problem := problem_of(found):
+        raise CheckpointError(f"{problem}; restore it from a copy, or remove {found} to use an older checkpoint")
+    return found

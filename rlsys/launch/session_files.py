@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlsys.config import Config
-from rlsys.launch.run_folder import Start, keep_fetched, write_run_dir
+from rlsys.launch.run_folder import Start, write_run_dir
 from rlsys.monitoring.events import Event
 from rlsys.monitoring.trackers.jsonl import JsonlSink
 from rlsys.types import PolicyVersion
@@ -25,15 +25,15 @@ class SessionFiles:
             self._open(0)
 
     def begin(self, restored: PolicyVersion = 0) -> None:
-        """Write the configuration and the events that wait; the checkpoint of the start belongs to the run from now on.
+        """Write the configuration and the events that wait.
 
-        `restored` is its step, older than that of `start` if that was damaged. Raises `ConfigError`.
+        `restored` is the step that the run goes on from, older than that of `start` if its checkpoint was damaged.
+        Raises `ConfigError`.
         """
         if self._sink is None:
-            checkpoint = self.start.checkpoint
-            is_own = checkpoint is not None and checkpoint.parent == self.config.run_dir / "checkpoints"
+            checkpoint, run = self.start.checkpoint, self.config
+            is_own = checkpoint is not None and checkpoint.parent in (run.checkpoints_at, run.run_dir / "checkpoints")
             self._open(restored if is_own else 0)
-        keep_fetched(self.config.run_dir, self.start.checkpoint)
 
     def _open(self, restored: PolicyVersion) -> None:
         write_run_dir(self.config, restored)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
-from rlsys.errors import ClusterLost, ConfigError, Interrupted, WorkerDied, full_text
+from rlsys.errors import CheckpointError, ClusterLost, ConfigError, Interrupted, WorkerDied, full_text
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
@@ -56,6 +56,7 @@ from rlsys.monitoring.tracker import RunFacts
 from rlsys.monitoring.trackers.console import ConsoleSink
 from rlsys.monitoring.trackers.tracker_thread import InThread
 from rlsys.types import POLICY, PolicyVersion
+from rlsys.util.any_paths import AnyPath
 from rlsys.util.deadlines import Progress
 from rlsys.util.event_loops import run_to_end
 from rlsys.util.native_output import native_output_in
@@ -165,8 +166,7 @@ def train_job(
     owns = config.trained_policies if config.policies else {POLICY: config}
     if not config.run_dir.is_dir():
         for own in owns.values():
-            if not run_folder.may_fetch(own):
-                run_folder.start_of(own)  # a run that is refused leaves no folder
+            run_folder.start_of(own)  # a run that is refused leaves no folder
         run_folder.make_run_dir(config)
     with lock_run(config.run_dir):
         starts = {name: run_folder.start_of(own) for name, own in owns.items()}
@@ -211,7 +211,7 @@ class PolicyRun:
     """Run of one trained policy."""
 
     config: Config
-    checkpoint: Path | None
+    checkpoint: AnyPath | None
     """Checkpoint to resume from; None: start anew."""
     events: Events
     result: TrainResult
@@ -362,7 +362,12 @@ class TrainingJob:
     def _note_saved(self, lost: ClusterLost) -> None:
         """Note in the error what can be resumed."""
         for name, run in self.runs.items():
-            policy, saved = f"{name}: " * bool(self.config.policies), find_latest(run.config.run_dir / "checkpoints")
+            policy = f"{name}: " * bool(self.config.policies)
+            try:
+                saved = find_latest(run.config.checkpoints_at)
+            except CheckpointError as error:
+                lost.add_note(f"{policy}{error}; go on with run.resume=auto")
+                continue
             kept = "no step is saved; begin anew" if saved is None else f"step {step_of(saved)} is saved; go on"
             lost.add_note(f"{policy}{kept} with run.resume=auto")
 

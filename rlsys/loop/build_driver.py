@@ -24,7 +24,6 @@ from rlsys.loop.group_queue import GroupQueue, State
 from rlsys.loop.learner import BatchShape, Learner
 from rlsys.loop.production import Production
 from rlsys.loop.recovery import Recovery
-from rlsys.loop.remote_checkpoints import CheckpointCopies, RemoteCheckpoints
 from rlsys.loop.repack import Repacker
 from rlsys.loop.replica_events import ReplicaWatcher
 from rlsys.loop.rollout_writer import RolloutWriter
@@ -89,9 +88,8 @@ def build_driver(
     retries = Retries(events, dropped_groups.decide, Endpoints(events, limits.max_attempts))
     failed = config.run_dir / "failed"
     learner = Learner(workers, algorithm, shape_of(config), clock.span, failed, config.to_yaml, retries)
-    checkpoints, remote = _checkpoints_of(config), RemoteCheckpoints(config.copies) if config.copies else None
-    copies = CheckpointCopies(checkpoints, remote, events) if remote else None
-    saver = Saver(workers, queue, weights, checkpoints, events, learner, dropped_groups, clock, stop, position, copies)
+    checkpoints = _checkpoints_of(config)
+    saver = Saver(workers, queue, weights, checkpoints, events, learner, dropped_groups, clock, stop, position)
     evaluation = _evaluation_of(config, workers, weights, eval_sets or {}, events, checkpoints.best)
     recovery = Recovery(workers, algorithm, queue, weights, learner, saver, events, position, config.run.steps)
     return Driver(
@@ -120,8 +118,7 @@ def build_driver(
 
 def _checkpoints_of(config: Config) -> Checkpoints:
     saves = config.checkpoint
-    folder = config.run_dir / "checkpoints"
-    return Checkpoints(folder, saves.every, saves.keep_last, saves.every_s, best_of(config))
+    return Checkpoints(config.checkpoints_at, saves.every, saves.keep_last, saves.every_s, best_of(config))
 
 
 def _records_of(config: Config, workers: Workers, events: Events) -> RolloutWriter:

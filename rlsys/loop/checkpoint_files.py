@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -18,11 +18,12 @@ from typing import TypeVar, cast
 from pydantic import TypeAdapter
 from xxhash import xxh3_128
 
+from rlsys.config.loader import tree_in
 from rlsys.contracts import Files
 from rlsys.errors import CheckpointError
 from rlsys.types import PolicyVersion
-from rlsys.util.any_paths import AnyPath, RemotePath, read_any, sizes_in
-from rlsys.util.files import flush, write_atomically
+from rlsys.util.any_paths import AnyPath, RemotePath, any_path, read_any, sizes_in
+from rlsys.util.files import CONFIG, flush, write_atomically
 from rlsys.util.hashed_files import SavedFile
 from rlsys.util.regular_files import open_regular
 
@@ -34,6 +35,10 @@ STEP = "step_{:06d}"
 MOST_STATE_BYTES = 2**28
 """Most bytes of a driver's part: the success rates of a million tasks have 60 MB."""
 
+FETCHED = "fetched"
+"""Folder in a run directory, with copies of checkpoints at a URL for commands that need them on this machine."""
+_WHERE = (("checkpoint", "to"), ("run", "name"))
+"""Keys that say where the checkpoints of a run are."""
 _MANIFEST = TypeAdapter(dict[str, SavedFile])
 _HASHED_AT_ONCE = 8
 _MOST_NAME_BYTES = 1000
@@ -87,6 +92,15 @@ def newest_complete(folder: A) -> tuple[A | None, list[str]]:
 def newest_whole(folder: A) -> tuple[A | None, list[str]]:
     """Do the same as `newest_complete`, but read all files here, and compare their contents too."""
     return _first_of(folder, problem_of)
+
+
+def newest_local(run: Path) -> tuple[Path | None, list[str]]:
+    """Do the same for the run in a folder; a checkpoint at a URL is fetched, see `local_checkpoint`."""
+    checkpoints = checkpoints_of(run)
+    if not isinstance(checkpoints, RemotePath):
+        return newest_whole(checkpoints)
+    found, problems = newest_complete(checkpoints)
+    return None if found is None else local_checkpoint(found, run), problems
 
 
 def _first_of(folder: A, problem_in: Callable[[A], str | None]) -> tuple[A | None, list[str]]:
@@ -287,11 +301,23 @@ def remove_checkpoint(checkpoint: AnyPath) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def fetch_checkpoint(checkpoint: RemotePath, into: Path) -> Path:
-    """Copy a checkpoint to a folder in `into`, unless a whole copy is there; return that.
+def checkpoints_of(run: Path) -> AnyPath:
+    """Return the folder or URL of the checkpoints of the run in a folder, as its configuration names it."""
+    tree = tree_in(run / CONFIG) if (run / CONFIG).is_file() else {}
+    to, name = (section.get(key) if isinstance(section := tree.get(part), Mapping) else None for part, key in _WHERE)
+    is_url = isinstance(to, str) and "://" in to
+    return any_path(f"{to}/{name}/checkpoints") if is_url else run / "checkpoints"
+
+
+def local_checkpoint(checkpoint: AnyPath, run: Path) -> Path:
+    """Return a checkpoint of a run in a folder of this machine: one at a URL is copied to `RUN/fetched`, unless a whole
+    copy is there.
 
     Raises `CheckpointError` if it is damaged, cannot be read, or cannot be written.
     """
+    if not isinstance(checkpoint, RemotePath):
+        return checkpoint
+    into = run / FETCHED
     if problem := problem_of(checkpoint, sizes_only=True):
         raise CheckpointError(problem)
     manifest, final, beside = read_manifest(checkpoint), into / checkpoint.name, into / "fetching.tmp"

@@ -147,7 +147,6 @@ class Driver:
             await asyncio.gather(learning, return_exceptions=True)
             await self.saver.end_saving()
             await self.records.end(patience_s)
-            await self.saver.end_copies()
             self.weights.give_up()
         return self.position.version
 

@@ -20,7 +20,6 @@ from rlsys.loop.checkpoint_files import GROUPS
 from rlsys.loop.failure_policy import DroppedGroups
 from rlsys.loop.group_queue import GroupQueue, InFlightGroup
 from rlsys.loop.learner import Learner
-from rlsys.loop.remote_checkpoints import CheckpointCopies
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.step_metrics import StepClock
 from rlsys.loop.stop_request import StopRequest
@@ -54,8 +53,6 @@ class Saver:
     clock: StepClock
     stop: StopRequest
     position: RunPosition
-    copies: CheckpointCopies | None = None
-    """None in a run whose checkpoints are not copied."""
     lost: WorkerError | None = field(default=None, init=False)
     """Failure of a rank of actor or critic after `stop`: what was not saved by then is lost."""
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
@@ -140,11 +137,6 @@ class Saver:
             await asyncio.wait([self._writing], timeout=SAVE_S)
             self._writing.cancel()
 
-    async def end_copies(self) -> None:
-        """Wait for the copies of checkpoints, and give them up after `SAVE_S`."""
-        if self.copies:
-            await self.copies.end(SAVE_S)
-
     def _state(self) -> DriverState:
         position, published = self.position, dict(self.weights.published)
         ledger, past, scores = self.queue.ledger.state(), dict(self.learner.past), self.checkpoints.best.state()
@@ -157,8 +149,6 @@ class Saver:
     async def _write(self, step: int, began: float, saving: Saving[AnyPath]) -> None:
         path = await saving.write_copy()
         self.events.emit(CheckpointSaved(step, str(path), asyncio.get_running_loop().time() - began))
-        if self.copies:
-            self.copies.begin()
 
     async def save_groups(self, path: AnyPath, groups: Sequence[InFlightGroup]) -> SavedFile:
         """Write the groups; return the size and hash of the file. Leave out groups whose payload is lost, and reissue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlsys.monitoring import alert_signals as gauges
 from rlsys.monitoring import worker_signals as fleet
 from rlsys.monitoring.alert_signals import AlertSignal
-from rlsys.monitoring.events import CheckpointCopyFailed, EndpointFailed, FileSkipped, FileStalled, WorkerFailed
+from rlsys.monitoring.events import EndpointFailed, FileSkipped, FileStalled, WorkerFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +236,9 @@ RULES: Mapping[str, Rule] = {
     "file_not_written": Rule(
         threshold=0.0,
         unit="files",
-        when="More files than this could not be written or copied within 10 steps",
-        remedy="Free space on that disk (run.folder), or mend the access to it: the next checkpoint needs both.",
-        gauge=lambda: fleet.Happened(FileSkipped, FileStalled, CheckpointCopyFailed),
+        when="More files than this could not be written within 10 steps",
+        remedy="Free space on that disk (run.folder), or mend the access to it.",
+        gauge=lambda: fleet.Happened(FileSkipped, FileStalled),
     ),
     "disk_low": Rule(
         threshold=1.0,

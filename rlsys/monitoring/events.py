@@ -228,7 +228,7 @@ class TrajectoriesMoved(Event):
 
 
 class CheckpointSaved(Event):
-    """A checkpoint is complete on disk."""
+    """A checkpoint is complete, in the folder or at the URL `path`."""
 
     step: int
     path: str
@@ -240,22 +240,6 @@ class CheckpointPassedOver(Event):
 
     problem: str
     """The file, and what is wrong with it."""
-
-
-class CheckpointCopied(Event):
-    """A checkpoint is complete at `checkpoint.copy_to`."""
-
-    step: int
-    url: str
-    seconds: float
-
-
-class CheckpointCopyFailed(Event):
-    """A checkpoint could not be copied to `checkpoint.copy_to`; the next checkpoint tries again."""
-
-    step: int
-    url: str
-    problem: str
 
 
 class RolledBack(Event):

@@ -8,7 +8,6 @@ from statistics import median
 
 from rlsys.monitoring.alert_signals import SignalReading
 from rlsys.monitoring.events import (
-    CheckpointCopyFailed,
     EndpointFailed,
     Event,
     FileSkipped,
@@ -232,7 +231,5 @@ def _event_text(event: Event) -> str:
             return f"{endpoint} does not answer: {detail}"
         case FileSkipped(path=path, problem=problem) | FileStalled(path=path, problem=problem):
             return f"{path} could not be written: {problem}"
-        case CheckpointCopyFailed(step=step, url=url, problem=problem):
-            return f"the checkpoint of step {step} is not copied to {url}: {problem}"
         case _:
             return event.kind

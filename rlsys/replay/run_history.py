@@ -14,11 +14,12 @@ from typing import Any
 import orjson
 
 from rlsys.errors import DataError
-from rlsys.loop.checkpoint_files import newest_first, problem_of, step_of
+from rlsys.loop.checkpoint_files import checkpoints_of, local_checkpoint, newest_first, problem_of, step_of
 from rlsys.monitoring.events import RolledBack, RunStarted, StepDone, WeightsPublished
 from rlsys.replay.rollout_json import RolloutRecord, decoder_of
 from rlsys.replay.rollout_parquet import read_records, rollout_path
 from rlsys.types import PolicyVersion
+from rlsys.util.any_paths import RemotePath
 from rlsys.util.regular_files import lines_of
 
 _KINDS = tuple(f'{{"kind":"{event.kind}"'.encode() for event in (RunStarted, WeightsPublished, StepDone, RolledBack))
@@ -80,7 +81,7 @@ class RecordedSteps:
         if step not in history.ends:
             last = f"its last is {max(history.ends)}" if history.ends else "it took none"
             raise DataError(f"{run} took no step {step}: {last}; steps count from 1")
-        checkpoint = _newest_before(run / "checkpoints", step)
+        checkpoint = _newest_before(run, step)
         start = 0 if checkpoint is None else step_of(checkpoint)
         recording = cls(run, step, start, checkpoint, history)
         if missing := next((p for p in map(recording._path, recording._each_step()) if not p.is_file()), None):
@@ -104,7 +105,9 @@ class RecordedSteps:
     @property
     def beginning(self) -> str:
         """Name of the starting weights, in words."""
-        return "the initial model" if self.checkpoint is None else f"checkpoints/{self.checkpoint.name}"
+        return (
+            "the initial model" if self.checkpoint is None else f"{self.checkpoint.parent.name}/{self.checkpoint.name}"
+        )
 
     def rollouts(self, step: int) -> list[RolloutRecord]:
         """Trained rollouts of a step, in order. Raises `DataError` for a file that does not match the recorded step."""
@@ -139,9 +142,12 @@ def read_history(run: Path) -> RunHistory:
     return history
 
 
-def _newest_before(folder: Path, step: int) -> Path | None:
-    older = (path for path in newest_first(folder) if step_of(path) < step)
-    return next((path for path in sorted(older, key=step_of, reverse=True) if problem_of(path) is None), None)
+def _newest_before(run: Path, step: int) -> Path | None:
+    older = [path for path in newest_first(checkpoints_of(run)) if step_of(path) < step]
+    for path in sorted(older, key=step_of, reverse=True):
+        if problem_of(path, sizes_only=isinstance(path, RemotePath)) is None:
+            return local_checkpoint(path, run)
+    return None
 
 
 def _list_ids(group_ids: Sequence[int]) -> str:

@@ -132,22 +132,21 @@ def contents_of(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.nightly
-def test_copies_replace_a_lost_folder_and_start_another_run(whole_run, model_path, data_path, tmp_path):
-    keys = ["rollout.replicas=2", f"checkpoint.copy_to=file://{tmp_path / 'store'}", "run.resume=auto"]
+def test_checkpoints_at_a_url_outlive_the_folder_and_start_another_run(whole_run, model_path, data_path, tmp_path):
+    keys = ["rollout.replicas=2", f"checkpoint.to=file://{tmp_path / 'store'}", "run.resume=auto"]
     config = config_of(model_path, data_path, tmp_path / "runs", [*keys, "run.steps=3"])
     train(config, progress=False)
-    assert [row["step"] for row in rows_of(config.run_dir, "events.jsonl") if row["kind"] == "checkpoint_copied"][
-        -1
-    ] == 3
+    saved = [row["path"] for row in rows_of(config.run_dir, "events.jsonl") if row["kind"] == "checkpoint_saved"]
+    assert saved[-1] == f"file://{tmp_path / 'store'}/run/checkpoints/step_000003"
     shutil.rmtree(config.run_dir)
     assert train(config_of(model_path, data_path, tmp_path / "runs", keys), progress=False).steps == 4
     assert [row["step"] for row in rows_of(config.run_dir, "metrics.jsonl")] == [4]
+    assert not (config.run_dir / "checkpoints").exists()
     assert are_equal(weights_of(config.run_dir), weights_of(whole_run))
     of_url = ["run.name=other", "run.steps=5", f"run.resume=file://{tmp_path / 'store' / 'run'}"]
     other = config_of(model_path, data_path, tmp_path / "runs", ["rollout.replicas=2", *of_url])
     assert train(other, progress=False).steps == 5
-    assert sorted(path.name for path in other.run_dir.glob("*/step_*[0-9]")) == ["step_000004", "step_000005"]
-    assert not (other.run_dir / "fetched").exists()
+    assert [path.name for path in (other.run_dir / "checkpoints").glob("step_*[0-9]")] == ["step_000005"]
 
 
 def said(path: Path) -> list[object]:

@@ -202,10 +202,6 @@ def note_of(event: events.Event) -> str | None:
             return f"checkpoint of step {step}: {path}"
         case events.CheckpointPassedOver(problem=problem):
             return f"a newer checkpoint is passed over: {problem}"
-        case events.CheckpointCopied(step=step, url=url, seconds=seconds):
-            return f"checkpoint of step {step} is copied to {url} ({seconds:.1f} s)"
-        case events.CheckpointCopyFailed(step=step, url=url, problem=problem):
-            return f"checkpoint of step {step} is not copied to {url}, and the next one tries again: {problem}"
         case events.RolledBack(version=version, restored=restored, total_steps=total):
             lost = f"{version - restored} versions are lost, and the run ends at step {total}"
             return f"actor and critic train on from step {restored} as version {version}: {lost}"
