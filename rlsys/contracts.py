@@ -189,8 +189,21 @@ class StepAnnotator(Protocol):
         array of floats, one per trained token. Raises `PayloadLost`."""
 
 
+@dataclass(frozen=True, slots=True)
+class MarkerReply:
+    """Answer of a rank to the marker that the driver wrote where checkpoints go, see `rlsys.loop.shared_place`."""
+
+    worker: str
+    node: str
+    problem: str
+    """Reason for which the rank did not read that marker or write its own; empty if it did."""
+
+
 class TrainedModel(Protocol):
     """Model in training, over all its ranks."""
+
+    async def answer_marker(self, folder: AnyPath) -> Sequence[MarkerReply]:
+        """Let every rank read the driver's marker in `folder`, and write one of its name."""
 
     async def fetch(self, groups: Sequence[Group], plan: BatchPlan) -> None:
         """Fetch the data of the next step to every rank. Raises `PayloadLost` before any rank is stepped."""

@@ -34,6 +34,7 @@ from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
 from rlsys.loop.checkpoint_files import find_latest, step_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
+from rlsys.loop.shared_place import check_shared
 from rlsys.monitoring.alerts import AlertSink
 from rlsys.monitoring.events import (
     CautionRaised,
@@ -378,6 +379,8 @@ class TrainingJob:
             machines.start()
             joint = Joint(workers.rollouts, workers.rewards) if self.config.policies else None
             drivers = self._drivers(workers, joint, data, machines)
+            for driver in drivers.values():
+                await check_shared(driver.workers, driver.saver.checkpoints.folder)
             starts = dict.fromkeys(self.runs, 0)
             for name, run in self.runs.items():
                 if run.checkpoint is not None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan, RankPlan
-from rlsys.contracts import Arrival, Files, Published, Saving, TrainedGroup, TrainStats
+from rlsys.contracts import Arrival, Files, MarkerReply, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import TrainingError, WorkerDied, WorkerError
 from rlsys.loop.checkpoint import copy_and_write
 from rlsys.loop.checkpoint_files import content_problem
+from rlsys.loop.shared_place import answer_marker
 from rlsys.replay.rollout_json import GroupRecord, RolloutRecord, read_groups, write_groups
 from rlsys.replay.rollout_parquet import write_records
 from rlsys.testing.fake_pools import now
@@ -124,6 +125,9 @@ class _FakeModel(_FakeProcess):
         path = folder / self._file
         self.world.check_disk(path)
         return {path.name: await asyncio.to_thread(_write, path, state)}
+
+    async def answer_marker(self, folder: AnyPath) -> list[MarkerReply]:
+        return [await asyncio.to_thread(answer_marker, folder, self.name)]
 
     async def find_damage(self, checkpoint: AnyPath, files: Files) -> str | None:
         self._check_alive()

@@ -17,6 +17,8 @@ from rlsys.batch.packing import plan_batch
 from rlsys.contracts import Arrival, PinnedRollouts, Replacement, Rewards, Rollouts, TrainedGroup, Workers
 from rlsys.errors import WeightsMismatch, WorkerDied
 from rlsys.loop.checkpoint import copy_and_write
+from rlsys.loop.checkpoint_files import hash_files
+from rlsys.loop.shared_place import check_shared
 from rlsys.replay.rollout_parquet import read_records
 from rlsys.testing import FakePinnedRollouts, FakeRewards, FakeRollouts, FakeWorld, Fault, RewardAsAdvantage
 from rlsys.types import Assignment, Group, GroupKey, Task, Turn
@@ -425,6 +427,24 @@ def test_a_dead_actor_is_noticed_and_its_successor_loads_its_state(kit, tmp_path
         arrival = await published(kit, 25)
         assert {a.hash for a in (await rolled_out(kit, version=25)).weights} == {arrival.hash}
         await trained(kit, 26)
+
+    kit.play(scenario())
+
+
+def test_every_rank_answers_the_marker_of_the_driver(kit, tmp_path):
+    kit.play(check_shared(kit.workers, tmp_path / "checkpoints"))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_ranks_name_a_damaged_file(kit, tmp_path):
+    async def scenario() -> None:
+        (tmp_path / "a").write_bytes(b"a")
+        (tmp_path / "b").write_bytes(b"b")
+        files = hash_files(tmp_path)
+        assert await kit.workers.actor.find_damage(tmp_path, files) is None
+        (tmp_path / "b").write_bytes(b"x")
+        problem = await kit.workers.actor.find_damage(tmp_path, files)
+        assert problem == f"{tmp_path / 'b'} has other contents than were saved"
 
     kit.play(scenario())
 

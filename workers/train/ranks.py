@@ -16,9 +16,10 @@ from rlsys.batch.packing import RankPlan
 from rlsys.config.lora_section import LoraSection
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import MemorySavings, SyncSection
-from rlsys.contracts import Files, Published, TrainStats
+from rlsys.contracts import Files, MarkerReply, Published, TrainStats
 from rlsys.errors import CheckpointError, PayloadLost
 from rlsys.loop.checkpoint_files import content_problem
+from rlsys.loop.shared_place import answer_marker
 from rlsys.replay.rollout_json import GroupRecord, read_groups, write_groups
 from rlsys.stabilizer import Stabilizer, StabilizerPlugin
 from rlsys.types import Distribution, Episode, Group, PolicyVersion
@@ -148,6 +149,11 @@ class Rank:
             with _disk(folder):
                 flush(folder, map(folder.joinpath, files))
         return files
+
+    @remote("reading the driver's marker")
+    def answer_marker(self, folder: AnyPath, worker: str) -> MarkerReply:
+        """Read the driver's marker, and write one under the name of this worker. Not collective."""
+        return answer_marker(folder, worker)
 
     @remote("checking a checkpoint")
     def find_damage(self, checkpoint: AnyPath, files: Files) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from rlsys.algorithm import Column
 from rlsys.batch.packing import BatchPlan
-from rlsys.contracts import Files, Published, Saving, TrainedGroup, TrainStats
+from rlsys.contracts import Files, MarkerReply, Published, Saving, TrainedGroup, TrainStats
 from rlsys.errors import CollectiveFailed, DeadlineExceeded, PayloadLost, RlsysError, WorkerDied, WorkerError
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.any_paths import AnyPath
@@ -196,6 +196,9 @@ class RanksHandle(Generic[R]):
 
     def save(self, folder: AnyPath) -> Saving[Files]:
         return SavedRanks(self, folder)
+
+    async def answer_marker(self, folder: AnyPath) -> list[MarkerReply]:
+        return await self._gather(rank.call(Rank.answer_marker, folder, rank.name) for rank in self._ranks)
 
     async def find_damage(self, checkpoint: AnyPath, files: Files) -> str | None:
         ranks, names = self._ranks, sorted(files)
