@@ -190,7 +190,8 @@ class Checkpoints:
         kept = self.steps_to_keep([step_of(checkpoint) for checkpoint in checkpoints])
         for old in checkpoints:
             if step_of(old) not in kept:
-                remove_checkpoint(old)
+                with suppress(CheckpointError):  # the newest one is whole
+                    remove_checkpoint(old)
 
     def steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         """Return those of `steps`, newest first, whose checkpoints are kept: the newest `keep_last`, and the

@@ -96,7 +96,7 @@ class RemotePath:
         """Remove a file, or a folder with all below it, if it is there."""
         with self._opened("remove") as (files, path):
             if files.exists(path):
-                files.rm(path, recursive=True)
+                files.rm(path, recursive=files.isdir(path))
 
     @contextmanager
     def reading(self) -> Iterator[IO[bytes]]:
@@ -118,10 +118,10 @@ class RemotePath:
         from fsspec.core import url_to_fs  # .2 s
 
         try:
-            files, path = url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"{self.url} cannot be opened: {error}") from error
-        try:
+            try:
+                files, path = url_to_fs(self.url)
+            except (ImportError, ValueError) as error:
+                raise ConfigError(f"{self.url} cannot be opened: {error}") from error
             files.invalidate_cache()
             yield files, path
         except (RlsysError, FileNotFoundError):
