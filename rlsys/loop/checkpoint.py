@@ -171,9 +171,11 @@ class Checkpoints:
 
     def _failure(self, step: int, error: Exception) -> str:
         """Return the text of a failure to write a checkpoint."""
-        last: AnyPath | None = None
-        with suppress(CheckpointError):
+        try:
             last = find_latest(self.folder)
+            before = f"the last good one is {last}" if last else "none was saved before"
+        except CheckpointError as unseen:
+            before = f"those before cannot be looked up: {unseen}"
         room, remedy = "", "Go on"
         if not isinstance(self.folder, RemotePath):
             free = shutil.disk_usage(self.folder if self.folder.exists() else Path("/")).free / 2**30
@@ -181,7 +183,7 @@ class Checkpoints:
             remedy = remedy if isinstance(error, _NotShared) else "Make room, then go on"
         return (
             f"the checkpoint of step {step} could not be written to {self.folder}{room}: {error}; "
-            f"{f'the last good one is {last}' if last else 'none was saved before'}. {remedy} with run.resume=auto"
+            f"{before}. {remedy} with run.resume=auto"
         )
 
     def _retire(self) -> None:

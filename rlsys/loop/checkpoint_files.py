@@ -49,13 +49,17 @@ def step_of(checkpoint: AnyPath) -> PolicyVersion:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def _is_step(name: str) -> bool:
+    return name.startswith("step_") and name[5:].isdecimal()
+
+
 def newest_first(folder: A) -> Iterator[A]:
     """Yield the checkpoint that `latest` names, then all others, newest first. Any of them may be damaged."""
     if isinstance(folder, RemotePath):
-        found = [folder / name for name in folder.names() if (folder / name / MANIFEST).exists()]
+        named_so = [folder / name for name in folder.names() if _is_step(name)]
+        found = [each for each in named_so if (each / MANIFEST).exists()]
     else:
-        found = list(folder.glob("step_*"))
-    found = [each for each in found if each.name.startswith("step_") and each.name[5:].isdecimal()]
+        found = [each for each in folder.glob("step_*") if _is_step(each.name)]
     try:
         named = read_any(folder / LATEST, _MOST_NAME_BYTES).decode().strip()
     except (OSError, ValueError):

@@ -108,7 +108,7 @@ class RemotePath:
     def writing(self) -> Iterator[IO[bytes]]:
         """Open a file to write it. It appears when the block ends, or grows until then."""
         with self._opened("write") as (files, path):
-            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            _make_folder(files, path.rpartition("/")[0])
             with files.open(path, "wb") as stream:
                 yield stream
 
@@ -128,6 +128,18 @@ class RemotePath:
             raise
         except Exception as error:  # each file system has errors of its own
             raise CheckpointError(f"cannot {doing} {self.url}: {type(error).__name__}: {error}") from error
+
+
+def _make_folder(files: Any, path: str) -> None:  # noqa: ANN401  (a file system of fsspec)
+    """Make a folder and those that contain it. Each may be made by another process meanwhile."""
+    for is_last in (*[False] * path.count("/"), True):
+        try:
+            return files.makedirs(path, exist_ok=True)
+        except Exception:  # each file system has errors of its own
+            if is_last:
+                raise
+            files.invalidate_cache()
+    return None
 
 
 AnyPath: TypeAlias = Path | RemotePath

@@ -17,7 +17,7 @@ from workers.ray.cluster import NO_MATHS, node_ids
 from workers.ray.forking import ForkServer
 from workers.ray.worker_process import Remote, start
 
-START_S = 60.0
+START_S = 30.0
 """Seconds for the server of a node to listen; its imports go on then."""
 
 

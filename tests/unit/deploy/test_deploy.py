@@ -187,7 +187,7 @@ def test_the_run_of_skypilot_goes_on_from_the_bucket(tmp_path: Path):
     job.write_text("run: {steps: 1}\nmodel: {path: m}\ndata: {path: d.jsonl}\n")
     config = Config.load(job, words[3:])
     assert config.run.resume == "auto"
-    assert config.checkpoint.copy_to == "file://" + next(iter(task["file_mounts"]))
+    assert config.checkpoint.to == "file://" + next(iter(task["file_mounts"]))
 
 
 def test_skypilot_installs_the_lock_as_the_image_does():

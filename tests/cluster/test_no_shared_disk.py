@@ -1,0 +1,93 @@
+"""A submitted run on hosts that share no disk: its checkpoints are on a file server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlsys.loop.checkpoint import find_latest, step_of
+from tests.cluster.lab import JOBS_PORT, NETWORK, Ended, Lab
+from tests.cluster.lab_runs import NAME, lab_keys
+from tests.ray.commands import ENDLESS
+
+FTP_PORT = 2121
+JOBS = f"http://{NETWORK}.1:{JOBS_PORT}"
+DESK = "/mnt/given/desk"
+RUNS = Path("/mnt/disk/runs")
+SPREAD = {"train.mesh.shard": "2", "resources.actor.cpus": "3", "rollout.replicas": "2"}
+"""A rank on each of two hosts, and the replicas elsewhere or beside them."""
+
+
+@pytest.fixture(scope="module")
+def lab(open_lab: Callable[..., Lab]) -> Iterator[Lab]:
+    """Three hosts in a cluster, a client outside of it, and a file server on the first host."""
+    lab = open_lab(4)
+    lab.start_ray(num_cpus=(3, 4, 4))
+    keys = dict(key.split("=", 1) for key in lab_keys(RUNS) if not key.startswith("ray="))
+    keys |= SPREAD | {"checkpoint.to": f"ftp://{NETWORK}.1:{FTP_PORT}", "reward.fn": "judges.py:digits"}
+    tree: dict[str, object] = {}
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        inner: dict[str, object] = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})  # type: ignore[assignment]
+        inner[name] = yaml.safe_load(value)
+    desk = lab.given / "desk"
+    desk.mkdir()
+    (desk / "run.yaml").write_text(yaml.safe_dump(tree))
+    (desk / "judges.py").write_text((lab.given / "judges.py").read_text())
+    store = lab.host(1).disk / "store"
+    store.mkdir()
+    words = (sys.executable, "-m", "pyftpdlib", "--write", "--directory=/mnt/disk/store", f"--port={FTP_PORT}")
+    with lab.host(1).start(*words) as server:
+        yield lab
+        server.kill()
+
+
+def rlsys(lab: Lab, number: int, *words: str) -> Ended:
+    return lab.host(number).run("rlsys", *words, cwd=DESK, RAY_API_SERVER_ADDRESS=JOBS)
+
+
+def published(run: Path) -> dict[int, str]:
+    """Hashes of the weights by version."""
+    rows = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return {row["version"]: row["hash"] for row in rows if row["kind"] == "weights_published"}
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_job_goes_on_on_other_hosts_and_ends_with_the_weights_of_one_machine(lab: Lab) -> None:
+    client = lab.host(4).start(
+        "rlsys", "submit", "run.yaml", f"run.steps={ENDLESS}", "checkpoint.every=0", "--address", JOBS, cwd=DESK
+    )
+    assert client.stdout is not None and client.stderr is not None
+    job = client.stderr.readline().removeprefix("job ").partition(":")[0]
+    assert any(line.startswith("step ") for line in client.stdout), client.stderr.read()
+    lab.host(4).kill()
+    ended = rlsys(lab, 3, "stop", job)
+    assert ended.code == 0, ended.out + ended.err
+    store = lab.host(1).disk / "store" / NAME / "checkpoints"
+    latest = find_latest(store)
+    assert latest is not None, ended.out
+    steps = step_of(latest) + 3
+    lab.host(2).run("ray", "stop")
+    lab.join(lab.add(5), num_cpus=4)
+    ended = rlsys(lab, 3, "submit", "--resume", job, f"run.steps={steps}")
+    assert ended.code == 0, ended.out + ended.err
+    latest = find_latest(store)
+    assert latest is not None and step_of(latest) == steps
+    run = lab.host(1).disk / "runs" / NAME
+    one = lab_alone(lab, steps)
+    assert published(run)[steps] == one[steps]
+
+
+def lab_alone(lab: Lab, steps: int) -> dict[int, str]:
+    """Hashes of a run of the same configuration on one machine, which is host 6."""
+    keys = ["run.yaml", f"run.steps={steps}", "checkpoint.to=null", "resources.actor.cpus=1"]
+    ended = lab.add(6).run("rlsys", "train", *keys, cwd=DESK)
+    assert ended.code == 0, ended.out + ended.err
+    return published(lab.host(6).disk / "runs" / NAME)
