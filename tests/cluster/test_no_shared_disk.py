@@ -68,13 +68,14 @@ def test_a_stopped_job_goes_on_on_other_hosts_and_ends_with_the_weights_of_one_m
     job = client.stderr.readline().removeprefix("job ").partition(":")[0]
     assert any(line.startswith("step ") for line in client.stdout), client.stderr.read()
     lab.host(4).kill()
+    client.communicate()
     ended = rlsys(lab, 3, "stop", job)
     assert ended.code == 0, ended.out + ended.err
     store = lab.host(1).disk / "store" / NAME / "checkpoints"
     latest = find_latest(store)
     assert latest is not None, ended.out
     steps = step_of(latest) + 3
-    lab.host(2).run("ray", "stop")
+    assert lab.host(2).run("ray", "stop").code == 0
     lab.join(lab.add(5), num_cpus=4)
     ended = rlsys(lab, 3, "submit", "--resume", job, f"run.steps={steps}")
     assert ended.code == 0, ended.out + ended.err
