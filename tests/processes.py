@@ -97,3 +97,9 @@ def run_module(name: str, arguments: Sequence[str], environment: Mapping[str, st
     os.environ.update(environment)
     sys.argv[1:] = arguments
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def is_open(port: int) -> bool:
+    """Return True if a server listens at this port of 127.0.0.1."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -1,4 +1,4 @@
-"""A submitted run on hosts that share no disk: its checkpoints are on a file server."""
+"""A submitted run on hosts that share no disk: its checkpoints are in an object store."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 import yaml
 
-from rlsys.loop.checkpoint import find_latest, step_of
 from tests.cluster.lab import JOBS_PORT, NETWORK, Ended, Lab
 from tests.cluster.lab_runs import NAME, lab_keys
+from tests.object_stores import environment_of, words_of_server
 from tests.ray.commands import ENDLESS
 
-FTP_PORT = 2121
+STORE_PORT = 5000
 JOBS = f"http://{NETWORK}.1:{JOBS_PORT}"
 DESK = "/mnt/given/desk"
 RUNS = Path("/mnt/disk/runs")
@@ -25,11 +26,12 @@ SPREAD = {"train.mesh.shard": "2", "resources.actor.cpus": "3", "rollout.replica
 
 @pytest.fixture(scope="module")
 def lab(open_lab: Callable[..., Lab]) -> Iterator[Lab]:
-    """Three hosts in a cluster, a client outside of it, and a file server on the first host."""
+    """Three hosts in a cluster, a client outside of it, and an object store on the first host."""
     lab = open_lab(4)
+    lab.environment.update(environment_of(f"{NETWORK}.1", STORE_PORT))
     lab.start_ray(num_cpus=(3, 4, 4))
     keys = dict(key.split("=", 1) for key in lab_keys(RUNS) if not key.startswith("ray="))
-    keys |= SPREAD | {"checkpoint.to": f"ftp://{NETWORK}.1:{FTP_PORT}", "reward.fn": "judges.py:digits"}
+    keys |= SPREAD | {"checkpoint.to": "s3://bucket", "reward.fn": "judges.py:digits"}
     tree: dict[str, object] = {}
     for key, value in keys.items():
         *sections, name = key.split(".")
@@ -41,16 +43,25 @@ def lab(open_lab: Callable[..., Lab]) -> Iterator[Lab]:
     desk.mkdir()
     (desk / "run.yaml").write_text(yaml.safe_dump(tree))
     (desk / "judges.py").write_text((lab.given / "judges.py").read_text())
-    store = lab.host(1).disk / "store"
-    store.mkdir()
-    words = (sys.executable, "-m", "pyftpdlib", "--write", "--directory=/mnt/disk/store", f"--port={FTP_PORT}")
-    with lab.host(1).start(*words) as server:
+    with lab.host(1).start(*words_of_server("0.0.0.0", STORE_PORT), stdout=DEVNULL, stderr=DEVNULL) as server:
         yield lab
         server.kill()
 
 
 def rlsys(lab: Lab, number: int, *words: str) -> Ended:
     return lab.host(number).run("rlsys", *words, cwd=DESK, RAY_API_SERVER_ADDRESS=JOBS)
+
+
+def saved_step(lab: Lab) -> int:
+    """Step of the newest checkpoint in the store."""
+    place = f"any_path('s3://bucket/{NAME}/checkpoints')"
+    code = (
+        "from rlsys.loop.checkpoint_files import find_latest, step_of; from rlsys.util.any_paths import any_path; "
+        f"print(step_of(find_latest({place})))"
+    )
+    ended = lab.host(3).run(sys.executable, "-c", code)
+    assert ended.code == 0, ended.err
+    return int(ended.out)
 
 
 def published(run: Path) -> dict[int, str]:
@@ -71,16 +82,12 @@ def test_a_stopped_job_goes_on_on_other_hosts_and_ends_with_the_weights_of_one_m
     client.communicate()
     ended = rlsys(lab, 3, "stop", job)
     assert ended.code == 0, ended.out + ended.err
-    store = lab.host(1).disk / "store" / NAME / "checkpoints"
-    latest = find_latest(store)
-    assert latest is not None, ended.out
-    steps = step_of(latest) + 3
+    steps = saved_step(lab) + 3
     assert lab.host(2).run("ray", "stop").code == 0
     lab.join(lab.add(5), num_cpus=4)
     ended = rlsys(lab, 3, "submit", "--resume", job, f"run.steps={steps}")
     assert ended.code == 0, ended.out + ended.err
-    latest = find_latest(store)
-    assert latest is not None and step_of(latest) == steps
+    assert saved_step(lab) == steps
     run = lab.host(1).disk / "runs" / NAME
     one = lab_alone(lab, steps)
     assert published(run)[steps] == one[steps]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +16,7 @@ import yaml
 
 from rlsys.loop.checkpoint_files import find_latest, step_of
 from tests.jobs import keys_of
+from tests.processes import free_port, is_open
 from tests.ray.commands import DEADLINE_S, ENDLESS, RLSYS, SCRIPTS, wait_until
 
 REWARD = "def digits(completion):\n    return sum(c.isdigit() for c in completion) / 8\n"
@@ -43,8 +43,7 @@ class Desk:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A cluster of one node, and what a client needs to reach it."""
     folder = tmp_path_factory.mktemp("ray")
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        ports = [server.getsockname()[1] for server in (first, second)]
+    ports = [free_port(), free_port()]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": str(folder)}
     token["RAY_raylet_start_wait_time_s"] = "240"  # a busy machine needs more than 30 s
     path = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"}
@@ -58,11 +57,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         for process in [*psutil.Process(head.pid).children(recursive=True), head]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
