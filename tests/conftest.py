@@ -6,7 +6,6 @@ And for those that ask: one Ray cluster, one tiny model, one file of tasks.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import secrets
@@ -148,19 +147,14 @@ def three_nodes(forks: None) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 40,000 parameters with the tokenizer of `examples.sort`."""
-    from examples.tiny_policy import build_tokenizer
-    from tests.models import tiny_sorter
+    from tests.jobs import write_model
 
-    folder = tmp_path_factory.mktemp("model")
-    tiny_sorter().save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty prompts of one to three digits."""
-    path = tmp_path_factory.mktemp("data") / "tasks.jsonl"
-    rows = [{"prompt": f"{i * 7919 % 1000:03d}>"[: 2 + i % 3], "answer": str(i % 10)} for i in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    from tests.jobs import write_tasks
+
+    return write_tasks(tmp_path_factory.mktemp("data") / "tasks.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,3 +33,20 @@ def keys_of(model_path: Path | str, data_path: Path, folder: Path) -> list[str]:
 def config_of(model_path: Path | str, data_path: Path, folder: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of `keys_of`, then `overrides`."""
     return Config.load([], [*keys_of(model_path, data_path, folder), *overrides])
+
+
+def write_model(folder: Path) -> Path:
+    """Write a random model of 40,000 parameters with the tokenizer of `examples.sort`; return its folder."""
+    from examples.tiny_policy import build_tokenizer
+    from tests.models import tiny_sorter
+
+    tiny_sorter().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_tasks(path: Path) -> Path:
+    """Write sixty prompts of one to three digits; return the file."""
+    rows = [{"prompt": f"{i * 7919 % 1000:03d}>"[: 2 + i % 3], "answer": str(i % 10)} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.lab import Lab, why_not
-
-REWARD = "def digits(completion):\n    return sum(c.isdigit() for c in completion) / 8\n"
+from tests.cluster.lab_runs import give
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +24,7 @@ def open_lab(
         def build(num_hosts: int, *, has_shared_disk: bool = False) -> Lab:
             folder = tmp_path_factory.mktemp("lab")
             lab = stack.enter_context(Lab.open(folder, num_hosts, has_shared_disk=has_shared_disk))
-            shutil.copytree(model_path, lab.given / "model")
-            shutil.copy(data_path, lab.given / "tasks.jsonl")
-            (lab.given / "judges.py").write_text(REWARD)
+            give(lab, model_path, data_path)
             return lab
 
         yield build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from tests.ray.commands import DEADLINE_S, wait_until
 
 SHARED_RUNS = Path("/mnt/shared/runs")
 NAME = "r"
+REWARD = "def digits(completion):\n    return sum(c.isdigit() for c in completion) / 8\n"
 
 
 def lab_keys(folder: Path = SHARED_RUNS) -> list[str]:
@@ -23,6 +25,13 @@ def lab_keys(folder: Path = SHARED_RUNS) -> list[str]:
     keys = keys_of("/mnt/given/model", Path("/mnt/given/tasks.jsonl"), folder)
     keys = [key for key in keys if not key.startswith(("reward.fn", "limits.silence_s"))]
     return [*keys, "reward.fn=/mnt/given/judges.py:digits", f"run.name={NAME}", "ray=auto"]
+
+
+def give(lab: Lab, model_path: Path, data_path: Path) -> None:
+    """Give all hosts a model, tasks and a reward."""
+    shutil.copytree(model_path, lab.given / "model")
+    shutil.copy(data_path, lab.given / "tasks.jsonl")
+    (lab.given / "judges.py").write_text(REWARD)
 
 
 @dataclass(frozen=True)
