@@ -320,6 +320,13 @@ class Busy:
 
 
 @dataclass(frozen=True)
+class Pull(Busy):
+    """Change of a replica's weights, from the pull to the open gate."""
+
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
 class RolloutReport:
     """Report of a replica on the rollout of one group."""
 
@@ -329,8 +336,8 @@ class RolloutReport:
     """Statistics of the replica's engine at the end; None if it reports none."""
     waited_s: float = 0.0
     """Seconds from the assignment's arrival at the replica to its start: waiting for weights and for loading them."""
-    pulls: tuple[Busy, ...] = ()
-    """Weight pulls of the replica that it has not reported before, on the clock of `busy`."""
+    pulls: tuple[Pull, ...] = ()
+    """Weight changes of the replica that it has not reported before, on the clock of `busy`."""
 
 
 @dataclass(frozen=True, slots=True)

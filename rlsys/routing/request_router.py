@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from rlsys.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rlsys.routing.known_prefixes import KnownPrefixes
 from rlsys.routing.requests import LOSSES, Chunk, Completion, Hold, Replica, Request, Scored, WeightsWanted
-from rlsys.types import Acknowledged, Busy, EngineStats, ReplicaLoad
+from rlsys.types import Acknowledged, EngineStats, Pull, ReplicaLoad
 
 BASE_WEIGHT = 1
 """Weight of a request without a prefix: AgentMath's w_base. The paper gives no value for this and the next constant."""
@@ -163,7 +163,7 @@ class Claim:
     """None if the weights may change under running requests, or the holder was lost."""
     vouched: dict[Acknowledged, None] = field(default_factory=dict)
     """Acknowledgements of the weights that its tokens were sampled from."""
-    pulls: list[Busy] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
     """Weight changes that replicas reported with its tokens."""
     tokens_at: Counter[str] = field(default_factory=Counter)
     """Tokens by the replica that sampled them."""

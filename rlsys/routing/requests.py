@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Literal, Protocol, TypeAlias
 
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerDied
-from rlsys.types import Acknowledged, Busy, PolicyVersion, ReplicaLoad, Sampling, VersionSpan
+from rlsys.types import Acknowledged, PolicyVersion, Pull, ReplicaLoad, Sampling, VersionSpan
 
 LOSSES = (WorkerDied, DeadlineExceeded, WeightsMismatch)
 """Failures after which a replica is replaced, and its requests go on elsewhere."""
@@ -171,7 +171,7 @@ class Chunk:
     """Load of the replica, with the last chunk."""
     held: Acknowledged | None = None
     """Weights of the replica, with the last chunk."""
-    pulls: tuple[Busy, ...] = ()
+    pulls: tuple[Pull, ...] = ()
     """With the last chunk: weight changes of the replica that it has not reported before."""
     told_s: float = 0.0
     """With the last chunk: its time, on the clock of `pulls`."""

@@ -24,6 +24,7 @@ from rlsys.types import (
     EpisodeMeta,
     Group,
     PolicyVersion,
+    Pull,
     Ref,
     ReplicaLoad,
     RolloutReport,
@@ -140,7 +141,7 @@ class FakeReplica(ReplicaWork):
         episodes = tuple([await pool.world.play(assignment, e, spans, self.name) for e in range(assignment.size)])
         wrong = "wrong-" if fault is Fault.WRONG_WEIGHTS else ""
         group = self._view(assignment, meta_of(episodes), versions_of(episodes), spans, episodes, wrong)
-        pulls = (Busy(self.name, asked_s, start_s),) if first > self._told else ()
+        pulls = (Pull(self.name, asked_s, start_s, first),) if first > self._told else ()
         self._told = max(first, self._told)
         report = RolloutReport(Busy(self.name, start_s, now()), waited_s=start_s - asked_s, pulls=pulls)
         return (replace(group, report=report),)

@@ -8,15 +8,16 @@ training if a token's version was not acknowledged, or acknowledged with another
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from rlsys.contracts import Actor, Arrival, Published, Relays
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.monitoring.events import Events, WeightsPublished
-from rlsys.types import Acknowledged, Group, PolicyVersion
+from rlsys.types import Acknowledged, Group, PolicyVersion, Pull
 from rlsys.util.deadlines import timeout
+from rlsys.weight_sync.freshness import Freshness
 from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import Manifest
 
@@ -109,11 +110,15 @@ class WeightSync:
     """Versions whose hashes are kept at any age."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """`weights/*` of the newest version that arrived in this session."""
+    _freshness: Freshness = field(init=False)
     _arriving: dict[PolicyVersion, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _num_bytes: int = field(default=0, init=False)
     """Bytes of the newest version."""
     _bytes_per_s: float = field(default=BYTES_PER_S, init=False)
     """Speed at which the newest version arrived, copying and hashing included."""
+
+    def __post_init__(self) -> None:
+        self._freshness = Freshness(self.max_age)
 
     async def publish(self, version: PolicyVersion) -> Published:
         """Publish the actor's weights as `version`; return once the bytes are about to leave the actor.
@@ -128,8 +133,14 @@ class WeightSync:
             self.actor.publish(version), self._deadline_s(), "actor", f"publishing version {version}"
         )
         self._num_bytes = receipt.num_bytes
+        if (took_s := self._freshness.note_publish(version, asyncio.get_running_loop().time())) is not None:
+            self.metrics["weights/freshness_s"] = took_s
         self._arriving[version] = asyncio.create_task(self._arrive(receipt))
         return receipt
+
+    def note_pulls(self, pulls: Sequence[Pull], *, answered_s: float) -> None:
+        """Note weight changes of a replica, on a clock that read `answered_s` when it told them, a moment ago."""
+        self._freshness.note_pulls(pulls, asyncio.get_running_loop().time() - answered_s)
 
     async def wait_for_arrival(self, version: PolicyVersion) -> str | None:
         """Return the hash of `version`, once it has arrived; None if it was never published, or is removed.
@@ -190,7 +201,8 @@ class WeightSync:
         for old in [v for v in self.published if v < version - self.max_age and v not in self.kept]:
             del self.published[old]
         sizes = (arrival.num_bytes, arrival.num_sent)
-        self.metrics = {"weights/sent_share": arrival.num_sent / arrival.num_bytes} if arrival.num_bytes else {}
+        if arrival.num_bytes:
+            self.metrics["weights/sent_share"] = arrival.num_sent / arrival.num_bytes
         self.events.emit(WeightsPublished(version, arrival.hash, *sizes, receipt.stall_s, arrival.seconds))
 
     async def _arrival(self, version: PolicyVersion) -> Arrival:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from rlsys.errors import WeightsMismatch, WorkerError
 from rlsys.routing.requests import LOSSES
-from rlsys.types import Acknowledged, Busy, PolicyVersion, VersionSpan
+from rlsys.types import Acknowledged, PolicyVersion, Pull, VersionSpan
 from rlsys.weight_sync.manifest import Manifest
 from rlsys.weight_sync.sync import change_weights
 from workers.engines.engine import Engine
@@ -82,7 +82,7 @@ class ReplicaWeights:
         self._gate_open = True
         self.failure: WorkerError | None = None
         """The failure that closed the gate for good."""
-        self._pulls: list[Busy] = []
+        self._pulls: list[Pull] = []
         self.is_loading = False
 
     # ------------------------------------------------------------------------------------------------- what is loaded
@@ -126,7 +126,7 @@ class ReplicaWeights:
         """True if all of these versions are acknowledged, or the engine keeps its first weights."""
         return self.is_fixed or all(span.version in self._acknowledged for span in versions)
 
-    def take_pulls(self) -> tuple[Busy, ...]:
+    def take_pulls(self) -> tuple[Pull, ...]:
         """Return the periods of the weight changes since the last call, from the pull to the open gate.
 
         With `between`, a period starts when the holds have ended: before that, the pull delays no group.
@@ -177,7 +177,7 @@ class ReplicaWeights:
         held = await change_weights(self, manifest, lambda: self._engine.load(manifest.version, weights))
         self._manifest = manifest
         self._acknowledged[held.version] = held
-        self._pulls.append(Busy(self.name, began_s, time.monotonic()))
+        self._pulls.append(Pull(self.name, began_s, time.monotonic(), held.version))
 
     async def verify_again(self) -> None:
         """Verify the loaded weights again, in case their memory was damaged; a change under way verifies by itself.
