@@ -14,7 +14,7 @@ from rlsys.util import deadlines
 from rlsys.util.event_loops import all_or_none
 from rlsys.weight_sync.sync import with_deadline
 from workers.ray.call_stream import CallStream, PayloadRef
-from workers.ray.worker_process import BEATS, Chunks, Raylet, Remote, successor_name
+from workers.ray.worker_process import BEATS, Chunks, Raylet, Remote, may_live, successor_name
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]
@@ -233,8 +233,8 @@ class Pool(Generic[W]):
             while member.is_live:
                 try:
                     await deadlines.unless(self._beats(member), self._trouble(member))
-                except DeadlineExceeded:
-                    if not await member.worker.is_cut_off(member.raylet):
+                except (DeadlineExceeded, WorkerDied) as failure:
+                    if not may_live(failure) or not await member.worker.is_cut_off(member.raylet):
                         raise
                     await self._ride_out(member)
         except (WorkerDied, DeadlineExceeded, WeightsMismatch) as failure:
@@ -266,9 +266,9 @@ class Pool(Generic[W]):
                 try:
                     await member.worker.beat(self._supply.silence_s)
                     break
-                except DeadlineExceeded:
-                    still_is = await member.worker.is_cut_off(member.raylet)
-                    if not (was_cut_off or still_is):  # else the heartbeat may have been lost on its way
+                except (DeadlineExceeded, WorkerDied) as failure:
+                    still_is = may_live(failure) and await member.worker.is_cut_off(member.raylet)
+                    if not may_live(failure) or not (was_cut_off or still_is):  # else it may have been lost on its way
                         raise
                     was_cut_off = still_is
         finally:

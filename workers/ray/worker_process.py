@@ -449,14 +449,17 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
         ) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
-    except ActorUnavailableError as error:
-        raise DeadlineExceeded(worker, phase, f"no connection to its process: {_first_line(error)}") from error
     except RayActorError as error:
         raise WorkerDied(
             worker, phase, _with_cause(_first_line(error).rstrip(".")) + await vitals.end_of(worker)
         ) from error
     except RayError as error:
         raise WorkerDied(worker, phase, _with_cause(f"{type(error).__name__}: {_first_line(error)}")) from error
+
+
+def may_live(error: WorkerError) -> bool:
+    """Return True for the error of a worker that gave no answer, and False if Ray knows that it has died."""
+    return isinstance(error, DeadlineExceeded) or isinstance(error.__cause__, ActorUnavailableError)
 
 
 def cause_of(error: WorkerError) -> Exception | None:
