@@ -403,10 +403,10 @@ def test_a_step_changes_weights_and_a_load_restores_them(kit, tmp_path):
     kit.play(scenario())
 
 
-def test_a_save_reports_its_files_with_their_sizes(kit, tmp_path):
+def test_a_save_reports_its_files_with_their_sizes_and_hashes(kit, tmp_path):
     async def scenario() -> None:
         files = await copy_and_write(kit.workers.actor.save(tmp_path / "actor"))
-        assert files == {path.name: path.stat().st_size for path in (tmp_path / "actor").iterdir()} != {}
+        assert files == hash_files(tmp_path / "actor") != {}
 
     kit.play(scenario())
 

@@ -34,7 +34,7 @@ PACKAGES = ("rlsys", "workers", "algorithms")
 IGNORED = ".rayignore"
 STOP_S = 900
 """Seconds that a job has to save itself after `stop`; Ray's own are 3."""
-READY_S = 60.0
+READY_S = 120.0
 """Seconds that a cluster which has just started has until it takes jobs."""
 _NOT_READY = "No available agent"
 """In Ray's error if no node has told its head yet that it can start a job."""
