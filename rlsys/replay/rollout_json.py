@@ -149,7 +149,7 @@ def write_groups(path: AnyPath, records: Iterable[GroupRecord]) -> SavedFile:
     with writing(path) as file:
         for record in records:
             file.write(orjson.dumps(_bare(record), default=as_plain, option=_LINES))
-    return file.saved
+    return file.report
 
 
 def _bare(record: GroupRecord) -> Fields:

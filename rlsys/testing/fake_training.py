@@ -157,7 +157,7 @@ class FakeSaving:
 def _write(path: AnyPath, text: str) -> SavedFile:
     with writing(path) as file:
         file.write(text.encode())
-    return file.saved
+    return file.report
 
 
 class FakeActor(_FakeModel):

@@ -3,7 +3,7 @@
     folder = any_path("s3://bucket/runs/sums/checkpoints")
     with writing(folder / "step_000050" / "groups.jsonl") as file:
         file.write(b"...")
-    file.saved  # its size and hash
+    file.report  # size and hash
 
 Each file system has errors of its own. Methods of a `RemotePath` raise `FileNotFoundError` for what is missing,
 `ConfigError` if no package can open the URL, and a `CheckpointError` that names URL and cause for all others. Their
@@ -53,29 +53,29 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return True for a file, or a folder with files."""
-        with self._opened("read") as (files, path):
+        with self._open("read") as (files, path):
             return files.exists(path)
 
     def names(self) -> list[str]:
         """Names in this folder; none if it does not exist."""
-        with self._opened("read") as (files, path):
+        with self._open("read") as (files, path):
             found = files.ls(path, detail=False) if files.exists(path) else []
             return sorted({each.rstrip("/").rpartition("/")[2] for each in found})
 
     def sizes(self) -> dict[str, int]:
         """Sizes of all files below this folder, by their relative paths; none if it does not exist."""
-        with self._opened("read") as (files, path):
+        with self._open("read") as (files, path):
             found = files.find(path, detail=True) if files.exists(path) else {}
             return {name.removeprefix(path).lstrip("/"): info["size"] for name, info in found.items()}
 
     def read_bytes(self) -> bytes:
         """Read a file whole."""
-        with self._opened("read") as (files, path):
+        with self._open("read") as (files, path):
             return files.cat_file(path)
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
         """Read byte ranges of files in this folder, each given as name, start and end."""
-        with self._opened("read") as (files, path):
+        with self._open("read") as (files, path):
             names, starts, ends = ([each[i] for each in ranges if each[1] < each[2]] for i in range(3))
             found = iter(files.cat_ranges([f"{path}/{name}" for name in names], starts, ends, on_error="raise"))
             return [next(found) if start < end else b"" for _, start, end in ranges]
@@ -94,27 +94,27 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove a file, or a folder with all below it, if it is there."""
-        with self._opened("remove") as (files, path):
+        with self._open("remove") as (files, path):
             if files.exists(path):
                 files.rm(path, recursive=files.isdir(path))
 
     @contextmanager
     def reading(self) -> Iterator[IO[bytes]]:
-        """Open a file to read it from its begin."""
-        with self._opened("read") as (files, path), files.open(path, "rb") as stream:
+        """Open a file to read it from its beginning."""
+        with self._open("read") as (files, path), files.open(path, "rb") as stream:
             yield stream
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        """Open a file to write it. It appears when the block ends, or grows until then."""
-        with self._opened("write") as (files, path):
+        """Open a file to write it. Depending on the file system, others see it grow, or only when the block ends."""
+        with self._open("write") as (files, path):
             _make_folder(files, path.rpartition("/")[0])
             with files.open(path, "wb") as stream:
                 yield stream
 
     @contextmanager
-    def _opened(self, doing: str) -> Iterator[tuple[Any, str]]:
-        """Yield the file system, and the path in it."""
+    def _open(self, action: str) -> Iterator[tuple[Any, str]]:
+        """Yield the file system, and the path in it. `action` is a verb for errors: `read`."""
         from fsspec.core import url_to_fs  # .2 s
 
         try:
@@ -127,7 +127,7 @@ class RemotePath:
         except (RlsysError, FileNotFoundError):
             raise
         except Exception as error:  # each file system has errors of its own
-            raise CheckpointError(f"cannot {doing} {self.url}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"cannot {action} {self.url}: {type(error).__name__}: {error}") from error
 
 
 def _make_folder(files: Any, path: str) -> None:  # noqa: ANN401  (a file system of fsspec)

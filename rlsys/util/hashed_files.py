@@ -28,7 +28,7 @@ class HashedWriter:
         self._stream, self._hash, self._num_bytes = stream, xxh3_128(), 0
 
     @property
-    def saved(self) -> SavedFile:
+    def report(self) -> SavedFile:
         """Size and hash of the bytes that were written so far."""
         return SavedFile(self._num_bytes, self._hash.hexdigest())
 

@@ -1,4 +1,4 @@
-"""How long new weights take to reach the replicas, from the end of the publish to the last open gate."""
+"""Freshness of weights: seconds from the end of a publish to the last replica's open gate."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ FAILURES = (*UNAVAILABLE, WeightsMismatch)
 TRIES = 4
 """Attempts within the deadline of a transfer: a relay that hangs uses up one, and other sources can follow."""
 LOOK_S = 0.5
-"""Seconds of silence after which a source is asked whether it is there at all, and that it has to answer: who waits for
-a relay behind a cut link goes on with another source."""
+"""Seconds of silence after which a source is pinged, and seconds that it has to answer the ping. A relay that waits for
+a source behind a cut link goes on with another one then."""
 RESTART_POLL_S = 0.2
 """Seconds between two checks of a restarting relay: Ray does not notify about a restarted process."""
 
@@ -585,7 +585,7 @@ async def first_success(tasks: Sequence[asyncio.Task[T]]) -> T:
     raise next((error for error in errors if not isinstance(error, UNAVAILABLE)), errors[0])
 
 
-async def answered(tasks: Sequence[asyncio.Task[T]]) -> list[T | None]:
+async def first_answers(tasks: Sequence[asyncio.Task[T]]) -> list[T | None]:
     """Return the result of each task that ends within `LOOK_S` of the first to succeed, and None for all others, which
     are cancelled. Waits for that success, or for the failure of all."""
     waiting = set(tasks)

@@ -86,7 +86,7 @@ class Host:
         return Ended(process.returncode, out, err)
 
     def enter(self) -> list[str]:
-        """Return the words that make the command after them one of the host."""
+        """Return the beginning of a command that runs its rest on the host."""
         return ["nsenter", "-t", str(self._init), "-n", "-m", "-p", "-u", "-i", "--"]
 
     @property

@@ -21,7 +21,7 @@ from tests.training import JoinedRanks
 from workers.train.rank_group import RankGroup
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # fsspec keeps a client, and with it the address of the server it began with
 def store() -> Iterator[Mapping[str, str]]:
     with object_store() as variables:
         yield variables

@@ -17,9 +17,9 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from transformers import AutoModelForCausalLM
 
 from tests.planted_modules import plant, planted_that_ran
+from tests.processes import free_port
 from tests.ray.commands import ENDLESS, RLSYS, ROOT, SCRIPTS, Command, Ended, Job, job_in, rlsys, wait_until
 from tests.ray_workers import kill_worker, workers_of
-from workers.ray.node_network import free_port
 
 pytestmark = pytest.mark.timeout(400)
 

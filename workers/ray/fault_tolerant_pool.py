@@ -59,7 +59,7 @@ class PoolMember(Generic[W]):
 
     @property
     def is_reachable(self) -> bool:
-        """True if it can be given work."""
+        """True if the member can be given work."""
         return self.is_live and not self.is_cut_off
 
 
@@ -227,14 +227,14 @@ class Pool(Generic[W]):
     async def _watch(self, member: PoolMember[W]) -> None:
         """Replace a live member once its process is dead or silent, or it has failed; its work fails at once.
 
-        Ends when the member is no longer live.
+        Waits for such a failure, and out a link that is cut. Ends when the member is no longer live.
         """
         try:
             while member.is_live:
                 try:
                     await deadlines.unless(self._beats(member), self._trouble(member))
                 except (DeadlineExceeded, WorkerDied) as failure:
-                    if not may_live(failure) or not await member.worker.is_cut_off(member.raylet):
+                    if not await self._is_of_link(member, failure):
                         raise
                     await self._ride_out(member)
         except (WorkerDied, DeadlineExceeded, WeightsMismatch) as failure:
@@ -245,8 +245,13 @@ class Pool(Generic[W]):
             self._replace(member, self.on_recovery)
             member.calls.fail(failure)
 
+    async def _is_of_link(self, member: PoolMember[W], failure: WorkerError) -> bool:
+        """Return True if the link to a member's node explains a failure: no connection to the node succeeds."""
+        return may_live(failure) and await member.worker.is_cut_off(member.raylet)
+
     async def _ride_out(self, member: PoolMember[W]) -> None:
-        """Give no work to a member whose node is cut off, until it answers again. If there are others, its work fails.
+        """Give no work to a member whose node is cut off, until the member answers again. Its work fails if there are
+        others that can do it.
 
         Waits for a heartbeat. Raises `WorkerDied` once Ray has declared the node dead, or `DeadlineExceeded` if its
         node answers, and the member does not.
@@ -267,8 +272,8 @@ class Pool(Generic[W]):
                     await member.worker.beat(self._supply.silence_s)
                     break
                 except (DeadlineExceeded, WorkerDied) as failure:
-                    still_is = may_live(failure) and await member.worker.is_cut_off(member.raylet)
-                    if not may_live(failure) or not (was_cut_off or still_is):  # else it may have been lost on its way
+                    still_is = await self._is_of_link(member, failure)
+                    if not (was_cut_off or still_is):  # else the heartbeat may have been lost on its way
                         raise
                     was_cut_off = still_is
         finally:

@@ -36,7 +36,8 @@ class ForkServer:
 
     @classmethod
     def start(cls, folder: Path | None = None) -> Self:
-        """Start it in a folder, by default a new one, for all workers that this process starts from now on."""
+        """Start the process, with its socket in `folder` or a new one, for all workers that this process starts from
+        now on."""
         if folder is None:
             temporary = tempfile.gettempdir()
             short = temporary if len(temporary) <= LONGEST_FOLDER else "/tmp"  # the name of a socket is short

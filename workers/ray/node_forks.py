@@ -35,9 +35,10 @@ class ForkHost:
 
 @asynccontextmanager
 async def forked_workers() -> AsyncIterator[None]:
-    """Let workers that start in the block be forked on every node of now, if they are not anyway.
+    """Fork workers that start in the block, on every node that is alive when it begins; in a local cluster they are
+    forked anyway.
 
-    A worker on another node, or on one whose server does not start, imports by itself.
+    A worker on a later node, or on one whose server does not start, imports the libraries by itself.
     """
     if fork_client.SERVER in os.environ:
         yield

@@ -40,7 +40,7 @@ def own_address() -> str:
     return node if node in addresses or not addresses else addresses[0]
 
 
-def free_port(address: str = "", ports: tuple[int, int] | None = None) -> int:
+def free_port(address: str, ports: tuple[int, int] | None) -> int:
     """Return a TCP port that is free at this moment, in a range if there is one. Raises `ConfigError` if none is."""
     for port in range(ports[0], ports[1] + 1) if ports else (0,):
         with socket.socket() as probe:

@@ -389,7 +389,7 @@ def start(
         **node_network.environment_of(resources.interface),
     }
     if ray.util.get_node_ip_address() == LOOPBACK:  # of a cluster that `connect` starts: collectives stay there too
-        environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+        environment |= dict.fromkeys((node_network.GLOO, node_network.NCCL), "lo")
     groups = {HEARTBEAT: 1} if is_async else {HEARTBEAT: 1, BESIDE: 1}
     actor = ray.remote(concurrency_groups=groups)(process).options(  # pyrefly: ignore[unexpected-keyword]
         num_cpus=resources.num_cpus,
@@ -445,7 +445,7 @@ async def call(ref: Awaitable[T], worker: str, phase: str, deadline_s: float | N
     except RayTaskError as error:  # comes first: one for a TimeoutError of the worker is both
         cause = error.cause
         raise (
-            cause if isinstance(cause, RlsysError) else WorkerError(worker, phase, _with_cause(_uncoloured(error)))
+            cause if isinstance(cause, RlsysError) else WorkerError(worker, phase, _with_cause(_plain_text(error)))
         ) from error
     except TimeoutError as error:
         raise DeadlineExceeded(worker, phase, f"no answer within {deadline_s:g} s") from error
@@ -479,8 +479,8 @@ def _raylet_of(actor: RayActor) -> Raylet:
     return node["NodeManagerAddress"], node["NodeManagerPort"]
 
 
-def _uncoloured(error: RayTaskError) -> str:
-    """Return its text without the codes with which Ray colours it for a terminal."""
+def _plain_text(error: RayTaskError) -> str:
+    """Return the text of an error without the codes with which Ray colours it for a terminal."""
     return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
 
 

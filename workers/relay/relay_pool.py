@@ -21,7 +21,7 @@ from rlsys.weight_sync.relay import (
     Announcement,
     Holding,
     Relay,
-    answered,
+    first_answers,
     first_success,
     passing,
     patiently,
@@ -132,7 +132,7 @@ class RayRelays:
 
         async def ask() -> None:
             pins = [asyncio.ensure_future(member.proxy.pin(version)) for member in self.members]
-            if not any(await answered(pins)):
+            if not any(await first_answers(pins)):
                 raise passing(list(filter(None, (pin.exception() for pin in pins))))
             _, self._pinned = await self._find_announcements(version)
 

@@ -83,7 +83,7 @@ class _ShardFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with writing(self._folder / str(path)) as stream:
             yield stream
-        self.saved[str(path)] = stream.saved
+        self.saved[str(path)] = stream.report
 
 
 class StateWriter:

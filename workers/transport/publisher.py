@@ -22,8 +22,8 @@ from rlsys.weight_sync.relay import (
     Delta,
     Origin,
     Relay,
-    answered,
     broadcast,
+    first_answers,
     first_success,
     patiently,
 )
@@ -194,7 +194,7 @@ class WeightPublisher:
         """Evict all but the newest `NUM_STORED` versions and the pinned one; none if no relay reports its pin. A relay
         that is silent meanwhile comes last in the next chain, where none pulls from it."""
         chain = self._chain()
-        answers = await answered([asyncio.ensure_future(relay.holding()) for relay in chain])
+        answers = await first_answers([asyncio.ensure_future(relay.holding()) for relay in chain])
         holdings = [holding for holding in answers if holding is not None]
         self._silent = {relay.name for relay, answer in zip(chain, answers, strict=True) if answer is None}
         self._pinned = max((h.pinned for h in holdings if h.pinned is not None), default=self._pinned)
