@@ -7,8 +7,9 @@
 
 A host has an address, processes, /tmp, /dev/shm, HOME and a host name of its own; by Debian's habit it calls itself
 127.0.1.1. The hosts are joined by a bridge that nothing leaves. They share the cores, and the file system without what
-is named above: of the project they may only read. `/mnt/disk` of a host is its own, and `Host.disk` outside;
-`/mnt/given` is what the test gives all of them, `Lab.given` outside; `/mnt/shared` exists if the lab has a shared disk.
+is named above: the project and its environment they may only read. `/mnt/disk` of a host is its own, and `Host.disk`
+outside; `/mnt/given` is what the test gives all of them, `Lab.given` outside; `/mnt/shared` exists if the lab has a
+shared disk.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ class Lab:
         disk = self.folder / "hosts" / str(number)
         disk.mkdir(parents=True, exist_ok=True)
         (disk / "up").unlink(missing_ok=True)
-        script = [str(HERE / "host.sh"), str(number), str(self.folder), str(ROOT), NETWORK]
-        script.append("yes" if self.has_shared_disk else "no")
+        script = [str(HERE / "host.sh"), str(number), str(self.folder), NETWORK]
+        script += ["yes" if self.has_shared_disk else "no", str(ROOT), sys.prefix]
         words = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "bash", *script]
         holder = subprocess.Popen(words, stdin=subprocess.PIPE)
         host = self.hosts[number] = Host(number, self, holder)

@@ -43,13 +43,14 @@ class Desk:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A cluster of one node, and what a client needs to reach it."""
     folder = tmp_path_factory.mktemp("ray")
-    ports = [free_port(), free_port()]
+    ports = [free_port(), free_port(), free_port()]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": str(folder)}
     token["RAY_raylet_start_wait_time_s"] = "240"  # a busy machine needs more than 30 s
     path = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"}
     mine = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | token | path
     its = {key: value for key, value in mine.items() if key != "PYTHONPATH"}  # it gets the packages with the job
     words = [SCRIPTS / "ray", "start", "--head", "--block", f"--port={ports[0]}", f"--dashboard-port={ports[1]}"]
+    words.append(f"--dashboard-agent-listen-port={ports[2]}")  # the default is that of the cluster of other tests
     words += ["--dashboard-host=127.0.0.1", "--num-cpus=8", "--disable-usage-stats", "--object-store-memory=200000000"]
     with subprocess.Popen(words, env=its, stdout=subprocess.DEVNULL) as head:
         wait_until(lambda: is_open(ports[1]) or head.poll() is not None)
@@ -79,8 +80,9 @@ def desk(environment: dict[str, str], model_path: Path, data_path: Path, tmp_pat
 def test_a_submitted_run_ends_though_its_client_dies(desk: Desk, tmp_path: Path) -> None:
     with desk.start("submit", "run.yaml", "run.steps=6") as client:
         assert client.stdout is not None and client.stderr is not None
-        job = client.stderr.readline().removeprefix("job ").partition(":")[0]
-        assert job.startswith("sums-")
+        first = client.stderr.readline()
+        job = first.removeprefix("job ").partition(":")[0]
+        assert job.startswith("sums-"), first
         for line in client.stdout:
             if line.startswith("step "):
                 break
