@@ -23,6 +23,7 @@ from rlsys.types import (
     EpisodeMeta,
     Group,
     PolicyVersion,
+    Pull,
     ReplicaLoad,
     RolloutReport,
     SampleMeta,
@@ -140,6 +141,8 @@ class SimReplica(FakeReplica):
         self.cache_age = 0
         """Number of times the cache was cleared."""
         self._loaded: PolicyVersion = -1
+        self._pulls: list[Pull] = []
+        """Weight changes that no group has reported yet."""
         self._changing = asyncio.Lock()
         self._is_loading = False
         self._homed: dict[SimPlay, None] = {}
@@ -171,7 +174,9 @@ class SimReplica(FakeReplica):
             play.host.evict(play)
         versions = play.versions()
         group = self._view(assignment, play.episodes(), versions, versions, None)
-        return (replace(group, report=RolloutReport(Busy(self.name, start_s, now()), self.engine.stats())),)
+        pulls, self._pulls = tuple(self._pulls), []
+        report = RolloutReport(Busy(self.name, start_s, now()), self.engine.stats(), pulls=pulls)
+        return (replace(group, report=report),)
 
     def load(self) -> ReplicaLoad:
         """Return the current load. A group that waits for its tools counts, as with `RolloutWorker`."""
@@ -216,14 +221,18 @@ class SimReplica(FakeReplica):
             began_s, busy_s = now(), self.engine.current_use().busy_s
             newest = await self.pool.world.pull(self.place // self.profile.replicas_per_node, version)
             self._check_alive()
-            await self._take_in(newest)
+            end_s = await self._take_in(newest)
+            self._pulls.append(Pull(self.name, began_s, end_s, newest))
             self.engine.used.exposed_s += now() - began_s - (self.engine.current_use().busy_s - busy_s)
 
-    async def _take_in(self, version: PolicyVersion) -> None:
+    async def _take_in(self, version: PolicyVersion) -> float:
+        """Load a version; return the time from which it samples."""
         load_s, when = self.profile.weights.load_s, self.profile.weight_change
+        halted_s = 0.0
         if when == "inflight" and self.engine.is_busy:
             throws_away = self.profile.kv_cache == "recompute"
-            self.engine.used.exposed_s += self.engine.change(version, load_s, recompute=throws_away)
+            halted_s = self.engine.change(version, load_s, recompute=throws_away)
+            self.engine.used.exposed_s += halted_s
             self.cache_age += throws_away
         else:
             await asyncio.sleep(load_s)
@@ -232,6 +241,7 @@ class SimReplica(FakeReplica):
             self.engine.change(version)
             self.cache_age += 1
         self._loaded = version
+        return now() + halted_s
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait for groups to end or to move away; unblocked by `evict`, `move_to` and `die`."""

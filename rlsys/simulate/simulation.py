@@ -58,6 +58,9 @@ class Report:
     """Seconds per step that the trainer was halted by a publish."""
     broadcast_s: float
     """Mean seconds until a version reached every relay."""
+    freshness_s: float | None
+    """Mean seconds from a publish until the last replica samples from it, `weights/freshness_s`; None if no step had
+    it."""
     kv_used: float
     """Mean share of the cache in use, over the time with a running request."""
     cached_share: float
@@ -110,6 +113,8 @@ class Simulation:
         """Number of measured steps: the report leaves out the first quarter, in which the pipe fills."""
         self.marks = [_Mark(0.0, Used(), 0, 0, 0)]
         """One mark before the first step, and one after each."""
+        self._freshness_s: list[float | None] = []
+        """That of each step."""
 
     def run(self) -> Report:
         """Run to the end. Raises what the driver raises."""
@@ -151,6 +156,7 @@ class Simulation:
         if not isinstance(event, StepDone):
             return
         self.marks.append(self._mark())
+        self._freshness_s.append(event.metrics.get("weights/freshness_s"))
         if event.step == self.steps:
             self.driver.stop()
 
@@ -172,6 +178,7 @@ class Simulation:
                 behind[version - span.version] += span.num_tokens
         num_tokens, replica_s = sum(group.num_trained for _, group in trained), seconds * self.profile.num_replicas
         train_s = fmean(map(self.profile.train_s, steps))
+        freshness_s = [took_s for took_s in self._freshness_s[-num_steps:] if took_s is not None]
         return Report(
             steps=self.steps,
             measured=num_steps,
@@ -185,6 +192,7 @@ class Simulation:
             weights_exposed_s=used.exposed_s / self.profile.num_replicas / num_steps,
             publish_stall_s=fmean(self.actor.stall_s),
             broadcast_s=fmean(self.world.arrived_s.values()),
+            freshness_s=fmean(freshness_s) if freshness_s else None,
             kv_used=used.cache_s / used.busy_s,
             cached_share=used.num_cached / ((used.num_cached + used.num_prefilled) or 1),
             environments_busy=used.environment_s / seconds,

@@ -103,6 +103,7 @@ ROWS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
     ("rollout halted by weights", "s/step", lambda r: f"{r.weights_exposed_s:.2f}"),
     ("trainer halted by publish", "s/step", lambda r: f"{r.publish_stall_s:.2f}"),
     ("weights at every relay after", "s", lambda r: f"{r.broadcast_s:.2f}"),
+    ("weights in every replica after", "s", lambda r: "-" if r.freshness_s is None else f"{r.freshness_s:.2f}"),
     ("cache in use", "share", lambda r: f"{r.kv_used:.0%}"),
     ("context found cached", "share", lambda r: f"{r.cached_share:.0%}"),
     ("environments at work", "", lambda r: f"{r.environments_busy:,.1f}"),

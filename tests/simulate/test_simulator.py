@@ -176,6 +176,13 @@ def test_broadcast_time_matches_the_model_of_its_links():
     assert simulation.report.broadcast_s == pytest.approx(modelled, rel=0.2)
 
 
+@pytest.mark.parametrize("load_s", [0.5, 3.0])
+@pytest.mark.parametrize("change", ["between", "inflight", "beside"])
+def test_weights_are_fresh_once_the_last_replica_has_loaded_them(change: str, load_s: float) -> None:
+    report = ran(12, max_staleness=0, weight_change=change, weights={"load_s": load_s}).report
+    assert report.freshness_s == pytest.approx(report.broadcast_s + load_s, rel=0.05), report
+
+
 def test_a_full_cache_makes_requests_wait_and_loses_no_token():
     wide, tight = ran(), ran(cache_tokens=8000)
     assert tight.report.kv_used > wide.report.kv_used
