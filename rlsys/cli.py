@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -171,19 +171,26 @@ def logs(job: JobId, address: JobServer = None) -> None:
 
 @app.command()
 def stop(job: JobId, address: JobServer = None) -> None:
-    """Let a submitted job finish its step and save; return when it has ended."""
+    """Let a submitted job finish its step and save; return when it has ended. Exit code 1 if not all is saved."""
     from rlsys.launch import submission
 
-    if submission.stop(job, address=address):
-        _follow(job, address)
-    else:
+    if not submission.stop(job, address=address):
         print_note(f"job {job} has ended already")
+        return
+    printed: list[str] = []
+    if _follow(job, address, printed.append) and not submission.tells_saved("".join(printed)):
+        print_note(f"job {job} has ended, and not all that it trained is saved: its last lines say why")
+        raise typer.Exit(1)
 
 
-def _follow(job: str, address: str | None) -> int:
+def _follow(job: str, address: str | None, also: Callable[[str], object] = len) -> int:
     from rlsys.launch import submission
 
-    return submission.follow(job, lambda lines: print_result(lines.removesuffix("\n")), address=address)
+    def write(lines: str) -> None:
+        print_result(lines.removesuffix("\n"))
+        also(lines)
+
+    return submission.follow(job, write, address=address)
 
 
 @app.command("eval", context_settings=OVERRIDES)

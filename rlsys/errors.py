@@ -164,6 +164,10 @@ class NoProgress(RlsysError):
     """No progress for too long. The text lists the pending work and its place."""
 
 
+NOT_SAVED = "which is not saved"
+"""In the text of an `Interrupted`, behind a step that is lost."""
+
+
 class Interrupted(RlsysError):
     """A stop by the user with `signal`; the current step was finished and saved."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.errors import ConfigError
+from rlsys.errors import NOT_SAVED, ConfigError
 from rlsys.launch.preflight import with_absolute_paths
 
 
@@ -56,6 +56,12 @@ def stop(job: str, *, address: str | None = None) -> bool:
     from workers.ray.job_client import JobClient
 
     return JobClient.at(address).stop(job)
+
+
+def tells_saved(printed: str) -> bool:
+    """True if a job that was stopped has printed where, and nothing of steps that are not saved."""
+    ends = [line for line in printed.splitlines() if line.startswith("rlsys: interrupted ")]
+    return bool(ends) and NOT_SAVED not in ends[-1]
 
 
 def check_is_copied(config: Config, files: Sequence[str], folder: Path) -> None:

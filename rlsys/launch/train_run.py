@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
-from rlsys.errors import CheckpointError, ClusterLost, ConfigError, Interrupted, WorkerDied, full_text
+from rlsys.errors import NOT_SAVED, CheckpointError, ClusterLost, ConfigError, Interrupted, WorkerDied, full_text
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
@@ -488,7 +488,7 @@ def _place(step: PolicyVersion, saved: PolicyVersion | None, policy: str) -> str
         return f"{policy}before the first step"
     if saved == step:
         return f"{policy}after step {step}, which is saved"
-    return f"{policy}after step {step}; {'no step' if saved is None else f'step {saved}'} is saved"
+    return f"{policy}after step {step}, {NOT_SAVED}; {'no step' if saved is None else f'step {saved}'} is"
 
 
 @contextmanager

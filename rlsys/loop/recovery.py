@@ -24,6 +24,7 @@ from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import Learner
 from rlsys.loop.run_position import RunPosition
 from rlsys.loop.saver import Saver
+from rlsys.loop.shared_place import check_shared
 from rlsys.monitoring.events import CheckpointPassedOver, DataChanged, Events, RolledBack
 from rlsys.types import Group, PolicyVersion
 from rlsys.util.any_paths import AnyPath, RemotePath
@@ -101,11 +102,13 @@ class Recovery:
         """Replace all ranks of actor and critic, and publish the newest whole checkpoint as a new version.
 
         Called with `Learner.is_half_way`, which it ends. Raises `WorkerDied` or `DeadlineExceeded` if that fails, and
-        `CheckpointError` if all checkpoints are damaged.
+        `CheckpointError` if all checkpoints are damaged, and `ConfigError` if a rank is now on a machine that does not
+        share the place for checkpoints.
         """
         self._troubled.clear()
         await asyncio.gather(*(model.restart() for model in self.workers.models.values()))
         await self.saver.abandon_saving()
+        await check_shared(self.workers, self.saver.checkpoints.folder)
         self.position.version = self.position.restored = self.position.version + 1
         checkpoint = await self._roll_back()
         await self.weights.publish(self.position.version)

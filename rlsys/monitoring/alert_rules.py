@@ -221,8 +221,8 @@ RULES: Mapping[str, Rule] = {
         threshold=0.0,
         unit="failures",
         when="More workers than this failed within 10 steps",
-        remedy="A worker that died is replaced, and the run goes on. If it happens again, read its log, and look at "
-        "the memory, cores and GPUs of its machine.",
+        remedy="The run goes on: a worker that died is replaced, and one whose node is cut off keeps its place. If it "
+        "happens again, read its log, and look at the memory, cores, GPUs and link of its machine.",
         gauge=lambda: fleet.Happened(WorkerFailed),
     ),
     "endpoint_down": Rule(

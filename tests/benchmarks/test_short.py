@@ -37,7 +37,7 @@ KEYS = {
     },
     "compiled": {"sort"},
     "cpu_split": {"sort"},
-    "cuts": {"relay alone, 10 s"},
+    "outages": {"relay alone cut, 10 s"},
     "damage": {"configs", "rows", "gateway", "folders"},
     "dashboard": {
         "open_s", "reader_mb", "whole_run_ms", "index_s", "index_mb", "sort_s", "search_s", "zoom_s", "table_ms",

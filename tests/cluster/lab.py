@@ -81,7 +81,7 @@ class Host:
             try:
                 out, err = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
-                process.kill()
+                end_command(process)
                 out, err = process.communicate()
                 raise AssertionError(f"{words} on host {self.number} did not end:\n{out}\n{err}") from None
         return Ended(process.returncode, out, err)
@@ -192,6 +192,10 @@ class Lab:
     def host(self, number: int) -> Host:
         return self.hosts[number]
 
+    def find(self, title: str) -> Host:
+        """Return the first host that has a process with this title, as `ray::ActorRank`."""
+        return next(host for host in self.hosts.values() if host.run("pgrep", "-f", f"^{title}").code == 0)
+
     def add(self, number: int) -> Host:
         """Build another host."""
         disk = self.folder / "hosts" / str(number)
@@ -241,6 +245,16 @@ class Lab:
             host.kill()
         self._switch.kill()
         self._switch.communicate()
+
+
+def end_command(process: subprocess.Popen[str]) -> None:
+    """Kill a command of `Host.start`: the process that enters the host, and the one inside."""
+    with suppress(psutil.NoSuchProcess):
+        for inside in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                inside.kill()
+    process.kill()
+    process.wait()
 
 
 def _network_of(pid: int) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.lab import GCS_PORT, NETWORK, Ended, Lab
+from tests.cluster.lab import GCS_PORT, NETWORK, Ended, Lab, end_command
 from tests.jobs import keys_of
 from tests.ray.commands import DEADLINE_S, wait_until
 
@@ -52,8 +52,7 @@ class LabRun:
         try:
             yield cls(process, lab.folder / "shared" / SHARED_RUNS.name / NAME)
         finally:
-            process.kill()
-            process.communicate()
+            end_command(process)
 
     def events(self, kind: str) -> list[Mapping[str, Any]]:
         """Return the run's events of one kind, so far."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlsys.algorithm import Column
-from rlsys.errors import CheckpointError, RunAborted
+from rlsys.contracts import MarkerReply
+from rlsys.errors import CheckpointError, ConfigError, RunAborted
 from rlsys.loop.checkpoint import read_state
 from rlsys.monitoring.events import (
     CheckpointSaved,
@@ -25,6 +26,8 @@ from rlsys.monitoring.events import (
 )
 from rlsys.testing import EventRecorder, FakeWorld, RewardAsAdvantage, run_virtual
 from rlsys.testing.fake_run import go_on
+from rlsys.testing.fake_training import FakeActor
+from rlsys.util.any_paths import AnyPath
 from tests.simulate.world import driver_on
 
 ALL = RewardAsAdvantage(needs=frozenset(Column))
@@ -129,6 +132,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_rolled_back(tmp_path):
     driver = driver_on(FakeWorld(training_deaths={"actor-0 train_step": {3}}), tmp_path, checkpoint_every=2)
     driver.events.attach(Hearing(CheckpointSaved, lambda event: (Path(event.path) / "driver.json").write_text("{}")))
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        run_virtual(go_on(driver))
+
+
+def test_a_rank_that_is_replaced_on_a_machine_with_another_disk_ends_the_run(tmp_path):
+    class Elsewhere(FakeActor):
+        async def answer_marker(self, folder: AnyPath) -> list[MarkerReply]:
+            return [MarkerReply(self.name, "gpu-02", "cannot read what the driver wrote")]
+
+    world = FakeWorld(training_deaths={"actor-0 train_step": {0}})
+    driver = driver_on(world, tmp_path, workers=replace(world.workers(), actor=Elsewhere(world)))
+    with pytest.raises(ConfigError, match=r"actor-0\.1 on node gpu-02 cannot read what the driver wrote"):
         run_virtual(go_on(driver))
 
 
