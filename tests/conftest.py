@@ -146,7 +146,7 @@ def three_nodes(forks: None) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of 40,000 parameters with the tokenizer of `examples.sort`."""
+    """A random model of 12,000 parameters with the tokenizer of `examples.sort`."""
     from tests.jobs import write_model
 
     return write_model(tmp_path_factory.mktemp("model"))

@@ -36,7 +36,7 @@ def config_of(model_path: Path | str, data_path: Path, folder: Path, overrides: 
 
 
 def write_model(folder: Path) -> Path:
-    """Write a random model of 40,000 parameters with the tokenizer of `examples.sort`; return its folder."""
+    """Write a random model of 12,000 parameters with the tokenizer of `examples.sort`; return its folder."""
     from examples.tiny_policy import build_tokenizer
     from tests.models import tiny_sorter
 

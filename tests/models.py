@@ -68,7 +68,7 @@ def tiny_qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
 
 
 def tiny_sorter(head_dim: int = 16) -> Qwen3ForCausalLM:
-    """About 40,000 random parameters over the 90 symbols of `examples.sort`. vLLM needs heads of 32 or more."""
+    """About 12,000 random parameters over the 90 symbols of `examples.sort`. vLLM needs heads of 32 or more."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=90,

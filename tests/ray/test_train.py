@@ -1,4 +1,4 @@
-"""The whole system on a local Ray cluster, with a model of 40,000 parameters."""
+"""The whole system on a local Ray cluster, with a model of 12,000 parameters."""
 
 from __future__ import annotations
 
