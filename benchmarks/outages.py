@@ -27,7 +27,8 @@ from tests.ray.commands import wait_until
 
 TWO = ("rollout.replicas=2",)
 APART = (*TWO, "resources.rollout.cpus=2")
-SAVED = (*TWO, "resources.actor.cpus=3", "checkpoint.every=5")
+KEPT = (*TWO, "checkpoint.every=5")
+SAVED = (*KEPT, "resources.actor.cpus=3")
 NOTICE_S = 20.0
 """From the notice that a host will be taken away until it is."""
 
@@ -55,13 +56,13 @@ def lose_actor(lab: Lab) -> Outage:
 
 
 def lose_head(lab: Lab) -> Outage:
-    """The power of the head's host is cut, where no worker is."""
-    return suffer(lab, TWO, lambda _: lab.host(1).kill(), driver=2)
+    """The power of the head's host is cut, where only a relay is."""
+    return suffer(lab, KEPT, lambda _: lab.host(1).kill(), driver=2)
 
 
 def lose_gcs(lab: Lab) -> Outage:
     """Ray's GCS is killed."""
-    return suffer(lab, TWO, lambda _: lab.host(1).run("pkill", "-9", "gcs_server"), driver=2)
+    return suffer(lab, KEPT, lambda _: lab.host(1).run("pkill", "-9", "gcs_server"), driver=2)
 
 
 def drain(lab: Lab) -> Outage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from math import inf
 
 from rlsys.simulate.profile import TRANSFER_S, Profile
 from rlsys.testing.fake_pools import now
@@ -33,7 +34,7 @@ class SimCluster(FakeWorld):
         self.profile = profile
         self.num_buckets = min(-(-weights.num_bytes // BUCKET_BYTES), MAX_BUCKETS)
         places = [ACTOR_NODE, *(f"node-{i}" for i in range(profile.num_relays))]
-        self.relays = [Relay(f"relay-{p}", p, _Link(profile), TRANSFER_S) for p in places]
+        self.relays = [Relay(f"relay-{p}", p, _Link(profile, is_local=p == ACTOR_NODE), TRANSFER_S) for p in places]
         self.arrived_s: dict[PolicyVersion, float] = {}
         """Seconds from a publish to the version's arrival at every relay."""
         self._sending: set[asyncio.Task[None]] = set()
@@ -69,17 +70,22 @@ class SimCluster(FakeWorld):
 
 
 class _Link:
-    """Link into one relay, which transfers one bucket at a time. A `Store` whose data are `Bucket` objects."""
+    """Link into one relay, which transfers one bucket at a time. A `Store` whose data are `Bucket` objects.
 
-    def __init__(self, profile: Profile) -> None:
-        self._weights = profile.weights
+    That of the actor's node finds them in the host's memory, where a publish has left them.
+    """
+
+    def __init__(self, profile: Profile, *, is_local: bool) -> None:
+        weights = profile.weights
+        self._bytes_per_s = inf if is_local else weights.link_bytes_per_s
+        self._latency_s = 0.0 if is_local else weights.link_latency_s
         self._free_s = 0.0
         """Time at which the last bucket of the link arrives."""
 
     async def fetch(self, ref: Ref, source: str) -> object:
         assert isinstance(ref, Bucket)
-        self._free_s = max(now(), self._free_s) + ref.num_bytes / self._weights.link_bytes_per_s
-        await asyncio.sleep(self._free_s + self._weights.link_latency_s - now())
+        self._free_s = max(now(), self._free_s) + ref.num_bytes / self._bytes_per_s
+        await asyncio.sleep(self._free_s + self._latency_s - now())
         return ref
 
     async def digest(self, data: object) -> str:

@@ -37,7 +37,6 @@ KEYS = {
     },
     "compiled": {"sort"},
     "cpu_split": {"sort"},
-    "outages": {"relay alone cut, 10 s"},
     "damage": {"configs", "rows", "gateway", "folders"},
     "dashboard": {
         "open_s", "reader_mb", "whole_run_ms", "index_s", "index_mb", "sort_s", "search_s", "zoom_s", "table_ms",
@@ -49,8 +48,10 @@ KEYS = {
         "pause_over_memcpy", "pause_tp2_over_memcpy", "checksum_s", "start_up_s",
     },
     "families": {"cells"},
+    "fresh_weights": {"measured_over_simulated", "link_latency_s", "rows"},
     "gac": {"sorter, 0.44 M"},
     "losses": {"1k"},
+    "outages": {"relay alone cut, 10 s"},
     "overhead": {
         "ms_per_step", "ms_per_group", "overhead_ms", "driver_cpu_share", "driver_groups_per_s",
         "start_up_s", "start_up_breakdown_s", *PAYLOADS,
