@@ -9,7 +9,7 @@ root, iproute2 and util-linux.
 
 `measured_s`   median of `weights/freshness_s`: from the end of a publish to the last replica's open gate.
 `simulated_s`  that of `rlsys simulate` with the profile that rlsys makes of the run, and these values instead:
-               `num_bytes` as sent, `link_bytes_per_s` of the cable less the headers of frames, `load_s` as without the
+               one device on each node, `num_bytes` as sent, `link_bytes_per_s` of the cable less the headers of frames, `load_s` as without the
                limits, `link_latency_s` by a policy of 12,000 parameters on the same links, half of what they add to its
                freshness: it takes two links.
 `measured_over_simulated` of the worse of both.
@@ -83,10 +83,11 @@ def compare(calm: Measured, slow: Measured, latency_s: float) -> dict[str, float
     """Simulate a run on slow links; return what it should have been, and was."""
     links = {"num_bytes": round(slow.num_sent), "link_bytes_per_s": BYTES_PER_S, "link_latency_s": latency_s,
              "load_s": calm.freshness_s}  # fmt: skip
+    keys = ["gpus_per_node=1", *(f"weights.{key}={value}" for key, value in links.items())]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(slow.profile)
         file.flush()
-        profile = Profile.load(file.name, [f"weights.{key}={value}" for key, value in links.items()])
+        profile = Profile.load(file.name, keys)
     simulated_s = Simulation(profile, 24).run().freshness_s
     assert simulated_s is not None, "every step has one"
     sizes = {"sent_mb": slow.num_sent / 1e6, "whole_mb": slow.num_bytes / 1e6}
