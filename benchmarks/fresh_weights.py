@@ -8,10 +8,10 @@ synchronous. Each host's cable carries 100 Mbit/s, and delays every frame by 10 
 root, iproute2 and util-linux.
 
 `measured_s`   median of `weights/freshness_s`: from the end of a publish to the last replica's open gate.
-`simulated_s`  that of `rlsys simulate` with the profile that rlsys makes of the run, and these values instead:
-               one device on each node, `num_bytes` as sent, `link_bytes_per_s` of the cable less the headers of frames, `load_s` as without the
-               limits, `link_latency_s` by a policy of 12,000 parameters on the same links, half of what they add to its
-               freshness: it takes two links.
+`simulated_s`  that of `rlsys simulate` with the profile that rlsys makes of the run, and these values instead: one
+               device on each node, `num_bytes` as sent, `link_bytes_per_s` of the cable less the headers of frames,
+               `load_s` as without the limits, `link_latency_s` by a policy of 12,000 parameters on the same links,
+               half of what they add to its freshness: it takes two links.
 `measured_over_simulated` of the worse of both.
 """
 
