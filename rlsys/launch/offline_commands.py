@@ -153,14 +153,16 @@ async def _evaluate(
 ) -> dict[str, EvalMetrics]:
     from workers.ray import cluster as ray_cluster
     from workers.ray import vitals
+    from workers.ray.node_room import check_fits, live_nodes
     from workers.worker_set import start_fixed_rollouts, start_recorder, start_rewards
 
-    num_cpus, num_gpus = needs(evaluation_roles(config))
+    roles = evaluation_roles(config)
+    num_cpus, _ = needs(roles)
     cluster = ray_cluster.connect(config.ray_address, preflight.local_cpus(config, num_cpus))
     run = checkpoint.parent.parent if checkpoint else None
     try:
         async with cluster.watch.during():
-            ray_cluster.check_capacity(num_cpus, num_gpus)
+            check_fits(roles, live_nodes())
             model_path = config.model.path if checkpoint is None else str(export_once(checkpoint))
             with vitals.of_run(run, EVAL_FILES) if run else nullcontext():
                 rollouts, rewards = start_fixed_rollouts(config, model_path), start_rewards(config)

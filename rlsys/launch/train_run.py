@@ -311,6 +311,7 @@ class TrainingJob:
         from workers.ray import cluster as ray_cluster
         from workers.ray import vitals
         from workers.ray.node_forks import forked_workers
+        from workers.ray.node_room import check_fits, live_nodes
 
         this = asyncio.current_task()
         assert this is not None
@@ -328,7 +329,7 @@ class TrainingJob:
                     cluster = ray_cluster.connect(self.config.ray_address, num_cpus, begun)
                 try:
                     async with cluster.watch.during(self._emit_loss, self._end_stuck):
-                        ray_cluster.check_capacity(plan.num_cpus, plan.num_gpus)
+                        check_fits(plan.roles, live_nodes())
                         if caution := ray_cluster.caution_about_idle_gpus(plan.num_gpus, ray_cluster.totals()):
                             self.events.emit(CautionRaised(caution))
                         link_logs(self.config.run_dir, ray_cluster.log_folder(), self.events)

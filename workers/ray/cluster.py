@@ -335,17 +335,6 @@ def log_folder() -> Path:
     return Path(context.get_temp_dir(), context.get_session_name(), "logs")
 
 
-def check_capacity(needed_cpus: float, needed_gpus: float) -> None:
-    """Raise `ConfigError` if the cluster can never place the run, instead of waiting forever."""
-    have = totals()
-    for name, needed in (("CPU", needed_cpus), ("GPU", needed_gpus)):
-        if needed > have.get(name, 0.0):
-            raise ConfigError(
-                f"the run needs {needed:g} {name}s and the cluster has {have.get(name, 0.0):g}: "
-                f"lower {name.lower()}s (resources), replicas, ranks or workers, or raise ray of a local cluster"
-            )
-
-
 def caution_about_idle_gpus(reserved: float, have: Mapping[str, float]) -> str:
     """Return a caution for a run that reserves no GPU of a cluster with `have`; empty if none stands idle for that."""
     if reserved or not have.get("GPU"):
