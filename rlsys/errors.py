@@ -54,6 +54,9 @@ class ClusterLost(ClusterError):
 class WorkerError(RlsysError):
     """Failure of one worker in one phase. `worker` is its name, `phase` its activity."""
 
+    is_reported = False
+    """True if there is an event of it: whoever meets it emits none."""
+
     def __init__(self, worker: str, phase: str, detail: str) -> None:
         super().__init__(f"{worker} while {phase}: {detail}")
         self.worker, self.phase, self.detail = worker, phase, detail

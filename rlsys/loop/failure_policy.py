@@ -181,7 +181,7 @@ class Retries:
         raise AssertionError("unreachable")
 
     async def _replace(self, pool: Replaceable, death: WorkerError) -> None:
-        if death.worker not in self._failed:
+        if not death.is_reported and death.worker not in self._failed:
             self._failed.add(death.worker)
             self.events.emit(WorkerFailed(death.worker, death.phase, str(death)))
         await pool.restart(death.worker, lambda worker, seconds: self.events.emit(WorkerRestarted(worker, seconds)))

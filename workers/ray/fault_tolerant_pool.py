@@ -236,7 +236,8 @@ class Pool(Generic[W]):
                 except (DeadlineExceeded, WorkerDied) as failure:
                     if not await self._is_of_link(member, failure):
                         raise
-                    await self._ride_out(member)
+                    if member.is_live:  # else it was replaced meanwhile
+                        await self._ride_out(member)
         except (WorkerDied, DeadlineExceeded, WeightsMismatch) as failure:
             if not member.is_live:
                 return
@@ -259,10 +260,9 @@ class Pool(Generic[W]):
         began_s = asyncio.get_running_loop().time()
         detail = "its node is cut off: no connection succeeds, and Ray still waits for it, as this run does"
         cut = DeadlineExceeded(member.name, "answering a heartbeat", detail)
-        member.is_cut_off = True
+        cut.is_reported, member.is_cut_off = True, True
         self._on_cut(member)
-        if not (self._live() and member.num_running):  # otherwise the callers report it
-            self.on_failure(cut)
+        self.on_failure(cut)
         if self._live():
             member.calls.fail(cut)
         was_cut_off = True

@@ -17,6 +17,8 @@ from rlsys.errors import ConfigError
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Variables with the name of the interface; NCCL takes the beginning of a name, or `=NAME`."""
 _LIBRARIES = ("GLOO_", "NCCL_")
+_LISTENERS: dict[tuple[str, int], socket.socket] = {}
+"""By address and port. Between the choice of a port and its use, nobody else can take it."""
 
 
 def environment_of(interface: str) -> Mapping[str, str]:
@@ -40,17 +42,23 @@ def own_address() -> str:
     return node if node in addresses or not addresses else addresses[0]
 
 
-def free_port(address: str, ports: tuple[int, int] | None) -> int:
-    """Return a TCP port that is free at this moment, in a range if there is one. Raises `ConfigError` if none is."""
+def listen(address: str, ports: tuple[int, int] | None) -> int:
+    """Listen on a free TCP port, in a range if there is one, until `take_listener`; return the port. Raises
+    `ConfigError` if none is free."""
     for port in range(ports[0], ports[1] + 1) if ports else (0,):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return probe.getsockname()[1]
+        try:
+            listener = socket.create_server((address, port))
+        except OSError:
+            continue
+        taken = listener.getsockname()[1]
+        _LISTENERS[address, taken] = listener
+        return taken
     raise ConfigError(f"train.network.ports: none of {ports} is free on {socket.gethostname()} ({address})")
+
+
+def take_listener(address: str, port: int) -> socket.socket:
+    """Return the socket that listens there: the one of `listen` in this process, or a new one."""
+    return _LISTENERS.pop((address, port), None) or socket.create_server((address, port))
 
 
 def _interface_of(address: str) -> str | None:

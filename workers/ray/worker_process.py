@@ -150,7 +150,7 @@ class _OneAtATime(_Process):
         if ray.util.get_node_ip_address() == LOOPBACK:  # all ranks are on this machine, where others may reach a port
             return f"file://{tempfile.mkdtemp(prefix='ranks-', dir=log_folder().parent)}/store"
         address = node_network.own_address()
-        return f"tcp://{address}:{node_network.free_port(address, ports)}"
+        return f"tcp://{address}:{node_network.listen(address, ports)}"
 
     def call(self, path: str, *args: object, **kwargs: object) -> object:
         return self._method(path)(*args, **kwargs)
@@ -288,7 +288,7 @@ class Remote(Generic[W]):
             started.cancel()
 
     async def address(self) -> str:
-        """Meeting place of ranks, of a worker without async methods: a free address on its node, such as
+        """Meeting place of ranks, of a worker without async methods: an address on its node where it listens, such as
         `tcp://10.0.0.4:41234`; in a cluster that `connect` starts, `file://PATH` in a folder of this user alone."""
         return await call(
             self.actor.address.remote(self.resources.ports), self.name, "choosing a meeting place", SET_UP_S

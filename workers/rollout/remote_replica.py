@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied
+from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.routing.requests import LOSSES, Chunk, Hold, Request, Scored, WeightsWanted
+from rlsys.util import deadlines
 from workers.ray.call_stream import values_of
-from workers.ray.worker_process import Remote
+from workers.ray.worker_process import Remote, may_live
 from workers.rollout.replica_worker import ReplicaWorker
+
+T = TypeVar("T")
 
 
 class RemoteReplica:
@@ -29,6 +32,8 @@ class RemoteReplica:
         """Chunks that have arrived, by request id."""
         self._unsent: list[Request] = []
         self._reading: asyncio.Task[None] | None = None
+        self._loss: asyncio.Future[WorkerError] | None = None
+        """What the calls end with that wait for an answer, once the replica is given up."""
         self._background: set[asyncio.Task[Any]] = set()
 
     @property
@@ -54,14 +59,13 @@ class RemoteReplica:
                 self._spawn(self._cancel(request.id))
 
     async def score(self, token_ids: Sequence[int]) -> Scored:
-        return await self._worker.call(ReplicaWorker.score, self._policy, tuple(token_ids))
+        return await deadlines.unless(self._call(ReplicaWorker.score, tuple(token_ids)), self._given_up())
 
     async def hold(self, wanted: WeightsWanted, *, waits: bool = True) -> Hold | None:
-        call = self._worker.call(ReplicaWorker.hold, self._policy, self._owner, wanted, waits=waits)
-        asked = asyncio.ensure_future(call)
+        asked = asyncio.create_task(self._call(ReplicaWorker.hold, self._owner, wanted, waits=waits))
         try:
-            return await asyncio.shield(asked)
-        except asyncio.CancelledError:
+            return await deadlines.unless(_answer_of(asked), self._given_up())
+        except (asyncio.CancelledError, WorkerError):
             self._spawn(self._release_unused(asked))
             raise
 
@@ -71,19 +75,41 @@ class RemoteReplica:
 
     async def _release_unused(self, asked: asyncio.Future[Hold | None]) -> None:
         """Release a hold that nobody waits for any more, once it is granted."""
-        with suppress(*LOSSES):
+        with suppress(WorkerError):
             if (hold := await asked) is not None:
                 await self.release(hold)
 
     def close(self) -> None:
         """End all calls: the replica has left, and requests in progress go on elsewhere."""
-        self._fail(list(self._open), WorkerDied(self.name, "sampling requests", "it left the pool"))
+        self._end_calls(WorkerDied(self.name, "sampling requests", "it left the pool"))
         for task in (*self._background, *([self._reading] if self._reading else [])):
             task.cancel()
 
     def give_up(self) -> None:
         """Let requests in progress go on elsewhere: the replica is cut off. It ends them once it can be told."""
-        self._fail(list(self._open), DeadlineExceeded(self.name, "sampling requests", "its node is cut off"))
+        self._end_calls(DeadlineExceeded(self.name, "sampling requests", "its node is cut off"))
+
+    def _end_calls(self, error: WorkerError) -> None:
+        self._fail(list(self._open), error)
+        if self._loss is not None:
+            self._loss.set_result(error)
+            self._loss = None
+
+    async def _given_up(self) -> None:
+        """Raise the reason once the replica is given up."""
+        if self._loss is None:
+            self._loss = asyncio.get_running_loop().create_future()
+        raise await asyncio.shield(self._loss)
+
+    async def _call(self, method: Callable[..., Any], *arguments: object, **options: object) -> Any:  # noqa: ANN401
+        """Call a method of the replica for this policy. One that Ray cannot reach, but does not know to be dead, has
+        exceeded its deadline, and may come back."""
+        try:
+            return await self._worker.call(method, self._policy, *arguments, **options)
+        except WorkerDied as death:
+            if (silence := _as_silence(death)) is not death:
+                raise silence from death
+            raise
 
     def _submit(self, request: Request) -> None:
         if self._reading is None or self._reading.done():
@@ -98,7 +124,7 @@ class RemoteReplica:
 
     async def _send_requests(self, requests: Sequence[Request]) -> None:
         try:
-            await self._worker.call(ReplicaWorker.submit, self._policy, self._owner, requests)
+            await self._call(ReplicaWorker.submit, self._owner, requests)
         except RlsysError as error:
             self._fail([request.id for request in requests], error)
 
@@ -119,7 +145,7 @@ class RemoteReplica:
                     if (chunks := self._open.get(request_id)) is not None:
                         chunks.put_nowait(_on_this_clock(part))
         except RlsysError as error:
-            self._fail(list(self._open), error)
+            self._fail(list(self._open), _as_silence(error))
         else:
             self._fail(list(self._open), WorkerDied(self.name, "sampling requests", "it ended the stream of chunks"))
 
@@ -132,6 +158,18 @@ class RemoteReplica:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _as_silence(error: RlsysError) -> RlsysError:
+    """Return `DeadlineExceeded` in place of the error of a worker that may live."""
+    if isinstance(error, WorkerDied) and may_live(error):
+        return DeadlineExceeded(error.worker, error.phase, error.detail)
+    return error
+
+
+async def _answer_of(asked: asyncio.Task[T]) -> T:
+    """Return the result of a task, which goes on if nobody waits for it any more."""
+    return await asyncio.shield(asked)
 
 
 def _on_this_clock(part: Chunk | RlsysError) -> Chunk | RlsysError:

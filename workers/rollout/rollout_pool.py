@@ -57,6 +57,10 @@ class SessionPool(Pool[SessionWorker]):
     def _on_leave(self, member: PoolMember[SessionWorker]) -> None:
         self.on_end(member.name)
 
+    def _on_cut(self, member: PoolMember[SessionWorker]) -> None:
+        if not member.is_cut_off:
+            self.on_join(member)  # what was told to the others meanwhile
+
     async def _check(self, member: PoolMember[SessionWorker]) -> None:
         """See `Pool._check`. Reports an event loop that user code blocks, with its file and line; raises
         `DeadlineExceeded` once that lasts too long."""

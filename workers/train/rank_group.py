@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlsys.config.mesh_section import MeshSection
 from rlsys.errors import RlsysError, WorkerDied
+from workers.ray.node_network import take_listener
 from workers.train.plain_objects import read_objects_plainly
 
 T = TypeVar("T")
@@ -137,10 +138,8 @@ def _store(address: str, rank: int, num_ranks: int, timeout: timedelta) -> TCPSt
     assert port is not None
     if rank > 0:
         return TCPStore(host, port, num_ranks, timeout=timeout)
-    listener = socket.create_server((host, port))
-    return TCPStore(
-        host, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
-    )
+    fd = take_listener(host, port).detach()
+    return TCPStore(host, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=fd, use_libuv=True)
 
 
 @contextmanager

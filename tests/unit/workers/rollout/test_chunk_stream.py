@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlsys.errors import RlsysError, WorkerDied, WorkerError
-from rlsys.routing.requests import Chunk, Completion, Request, WeightsWanted
+from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
+from rlsys.routing.requests import Chunk, Completion, Hold, Request, Scored, WeightsWanted
 from rlsys.testing.virtual_clock import run_virtual
 from rlsys.types import Sampling, VersionSpan
 from tests.replicas import own_tokens, remote_of, replica_of
@@ -190,9 +190,9 @@ def test_an_error_ends_its_request():
 class Pair:
     """A replica, and a session worker's side of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[ReplicaWorker] = ReplicaWorker) -> None:
         self.engine = engine_of()
-        self.worker = ReplicaWorker("rollout-0", {"policy": replica_of(None, self.engine)})
+        self.worker = kind("rollout-0", {"policy": replica_of(None, self.engine)})
         self.remote = remote_of("rollout-0", self.worker)
         self.replica = RemoteReplica(self.remote, "policy", "session-0")
 
@@ -224,6 +224,31 @@ def test_requests_of_a_replica_that_is_lost_end(why: str):
             await pair.worker.forget("session-0")
         ends = await asyncio.gather(*running, return_exceptions=True)
         assert [type(end) for end in ends] == [WorkerDied] * 2
+
+    run_virtual(scenario())
+
+
+def test_all_that_waits_for_a_replica_behind_a_cut_goes_on_elsewhere():
+    class Silent(ReplicaWorker):
+        async def hold(self, policy: str, owner: str, wanted: WeightsWanted, *, waits: bool = True) -> Hold | None:
+            await asyncio.Event().wait()
+            return None
+
+        async def score(self, policy: str, token_ids: Sequence[int]) -> Scored:
+            await asyncio.Event().wait()
+            raise AssertionError("never answered")
+
+    async def scenario() -> None:
+        pair = Pair(Silent)
+        waiting = [
+            asyncio.create_task(pair.sampled(ask("a", LONG))),
+            asyncio.create_task(pair.replica.hold(WeightsWanted(0))),
+            asyncio.create_task(pair.replica.score((1, 2))),
+        ]
+        await asyncio.sleep(0.5)
+        pair.replica.give_up()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(end) for end in ends] == [DeadlineExceeded] * 3
 
     run_virtual(scenario())
 

@@ -751,6 +751,47 @@ def test_a_replica_behind_a_cut_link_keeps_its_place_while_others_do_its_work():
     run_virtual(scenario())
 
 
+def test_a_session_worker_behind_a_cut_learns_afterwards_what_has_changed():
+    async def scenario() -> None:
+        players = Players(size=2)
+        pool = Scripted(size=1, sessions=players)
+        await pool.ready()
+        players.cut_off.add("session-0")
+        link = asyncio.Event()
+        actor_of(players, 0).beat.answer = link
+        await asyncio.sleep(20)
+        await pool.replace_episode("rollout-0")
+        await asyncio.sleep(1)
+        assert met(actor_of(players, 0))[-1][0] == ["rollout-0"]
+        link.set()
+        players.cut_off.clear()
+        await asyncio.sleep(10)
+        assert met(actor_of(players, 0))[-1][0] == met(actor_of(players, 1))[-1][0] == ["rollout-0.1"]
+
+    run_virtual(scenario())
+
+
+def test_every_cut_of_a_replica_is_reported():
+    async def scenario() -> None:
+        pool = Scripted(size=2)
+        await pool.ready()
+        for number in range(1, 3):
+            group = asyncio.create_task(pool.run(assignment(number)))
+            await settle()
+            pool.cut_off.add("rollout-0")
+            link = silent_until(pool, 0)
+            await asyncio.sleep(20)
+            assert [error.worker for error in pool.failures] == ["rollout-0"] * number
+            assert all(error.is_reported for error in pool.failures)
+            link.set()
+            pool.cut_off.clear()
+            await asyncio.sleep(10)
+            group.cancel()
+            await settle()
+
+    run_virtual(scenario())
+
+
 def test_the_only_replica_goes_on_with_its_groups_once_its_link_is_back():
     async def scenario() -> None:
         pool = Scripted(size=1)
