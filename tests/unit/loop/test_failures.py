@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from rlsys.config.run_sections import LimitsSection
@@ -21,7 +23,11 @@ from rlsys.errors import (
     WorkflowError,
     ZeroAdvantage,
 )
-from rlsys.loop.failure_policy import MOST_TOO_LONG, FailurePolicy, RecentGroups
+from rlsys.loop.endpoints import Endpoints
+from rlsys.loop.failure_policy import MOST_TOO_LONG, FailurePolicy, RecentGroups, Retries
+from rlsys.monitoring.events import Events, WorkerFailed
+from rlsys.testing import EventRecorder, FakeWorld, run_virtual
+from rlsys.testing.fake_pools import FakeRollouts
 
 POLICY = FailurePolicy(LimitsSection(max_attempts=3, failed_share=0.2, max_zero_advantage_groups=6))
 MACHINE = [kind("rollout-1", "rolling out", "it broke") for kind in (WorkerDied, DeadlineExceeded, WeightsMismatch)]
@@ -145,3 +151,24 @@ def test_deaths_of_ranks_end_the_run_after_as_many_as_allowed_and_collectives_af
     for failures in ([death] * 3, [collective] * 2, [collective, death, collective]):
         with pytest.raises(RunAborted, match="actor-1 while training a step: x"):
             POLICY.check_replaceable(failures)
+
+
+def test_a_failure_that_has_an_event_gets_no_second_one():
+    recorder, told = EventRecorder(), DeadlineExceeded("rollout-1", "answering a heartbeat", "its node is cut off")
+    told.is_reported = True
+    events = Events([recorder])
+    retries = Retries(events, lambda error, attempt: None, Endpoints(events, 3))
+    world = FakeWorld()
+
+    async def scenario() -> None:
+        for failure in (told, WorkerDied("rollout-1", "rolling out", "the process is gone")):
+            outcomes = iter([failure, None])
+
+            async def attempt(outcomes: Iterator[WorkerError | None] = outcomes) -> None:
+                if (error := next(outcomes)) is not None:
+                    raise error
+
+            await retries.persist(FakeRollouts(world), attempt)
+
+    run_virtual(scenario())
+    assert [event.detail for event in recorder.of(WorkerFailed)] == ["rollout-1 while rolling out: the process is gone"]
