@@ -310,7 +310,9 @@ class Relay:
             if await self._store.digest(data) == bucket:
                 return
             announcement = replace(found[0], deltas={})
-            detail = f"bucket {bucket} of version {announcement.version} was damaged in memory, and is taken again"
+            detail = (
+                f"bucket {bucket} of version {announcement.version} was damaged in memory, and is taken again"
+            )
             self._reports.put_nowait(WorkerError(self.name, "keeping weights", detail))
             await self._take(found[1], announcement, [*neighbours, announcement.origin], wait=False)
 
@@ -589,12 +591,14 @@ async def first_answers(tasks: Sequence[asyncio.Task[T]]) -> list[T | None]:
     """Return the result of each task that ends within `LOOK_S` of the first to succeed, and None for all others, which
     are cancelled. Waits for that success, or for the failure of all."""
     waiting = set(tasks)
-    while waiting and not any(task.done() and task.exception() is None for task in tasks):
-        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    if waiting:
-        _, waiting = await asyncio.wait(waiting, timeout=LOOK_S)
-    for task in waiting:
-        task.cancel()
+    try:
+        while waiting and not any(task.done() and task.exception() is None for task in tasks):
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=LOOK_S)
+    finally:
+        for task in waiting:
+            task.cancel()
     return [task.result() if task not in waiting and task.exception() is None else None for task in tasks]
 
 

@@ -211,6 +211,11 @@ class RolloutPool(Pool[RolloutWorker]):
 
     # ---------------------------------------------------------------------------------------------- introductions
 
+    @property
+    def _alive(self) -> list[PoolMember[RolloutWorker]]:
+        """Replicas that are set up and have not failed, also those that are cut off."""
+        return [member for member in self.members if member.is_live]
+
     def _meet_all(self) -> None:
         """Tell all session workers which replicas there are."""
         for player in self._players._live():
@@ -221,14 +226,13 @@ class RolloutPool(Pool[RolloutWorker]):
         self._spawn(self._send_handles(player))
 
     async def _send_handles(self, player: PoolMember[Any]) -> None:
-        members = [member for member in self.members if member.is_live]
-        handles, cut_off = [_replica(member) for member in members], [m.name for m in members if m.is_cut_off]
+        handles, cut_off = [*map(_replica, self._alive)], [m.name for m in self._alive if m.is_cut_off]
         with suppress(WorkerError):  # one that is gone needs none
             await _sessions(player).call(SessionWorker.meet, handles, sorted(self._stuck), cut_off)
 
     def _forget(self, owner: str) -> None:
         """End what replicas do for a session worker that is gone."""
-        for member in [member for member in self.members if member.is_live]:
+        for member in self._alive:
             self._spawn(_forget_owner(member, owner))
 
 

@@ -10,6 +10,7 @@ import ray
 
 from rlsys.errors import WeightsMismatch, WorkerError
 from rlsys.types import PolicyVersion, Ref
+from rlsys.util.event_loops import all_or_none
 from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
 from rlsys.weight_sync.manifest import Bucket, Manifest
 from rlsys.weight_sync.relay import FAILURES, Relay, passing, patiently
@@ -62,7 +63,7 @@ class WeightPuller:
         manifest, refs = await give(at_least)
         phase = f"sending the bytes of version {manifest.version}"
         buckets = zip(manifest.buckets, refs, strict=True)
-        fetched = asyncio.gather(*(self._fetch(bucket, ref, relay, phase) for bucket, ref in buckets))
+        fetched = all_or_none(self._fetch(bucket, ref, relay, phase) for bucket, ref in buckets)
         self._num_bytes = manifest.num_bytes
         received = await with_deadline(fetched, self._deadline_s / 2, relay.name, phase)
         return manifest, ReceivedWeights(manifest, received, relay.name)
