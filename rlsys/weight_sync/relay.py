@@ -310,9 +310,7 @@ class Relay:
             if await self._store.digest(data) == bucket:
                 return
             announcement = replace(found[0], deltas={})
-            detail = (
-                f"bucket {bucket} of version {announcement.version} was damaged in memory, and is taken again"
-            )
+            detail = f"bucket {bucket} of version {announcement.version} was damaged in memory, and is taken again"
             self._reports.put_nowait(WorkerError(self.name, "keeping weights", detail))
             await self._take(found[1], announcement, [*neighbours, announcement.origin], wait=False)
 
