@@ -124,11 +124,12 @@ def documented(model: type[BaseModel], at: str = "") -> list[tuple[str, str | No
     """Every key of the sections, and every section in another one, with its documentation."""
     found = []
     for name, field in model.model_fields.items():
-        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        if at or not is_section:  # the class describes a section of the configuration itself
+        kind = field.annotation
+        section = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+        if at or section is None:  # the class describes a section of the configuration itself
             found.append((f"{at}{name}", field.description))
-        if is_section:
-            found += documented(field.annotation, f"{at}{name}.")
+        if section is not None:
+            found += documented(section, f"{at}{name}.")
     return found
 
 
