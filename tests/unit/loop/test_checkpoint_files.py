@@ -29,7 +29,7 @@ from rlsys.monitoring.events import CheckpointPassedOver
 from rlsys.testing import FakeRun
 from rlsys.testing.fake_run import go_on
 from rlsys.util.any_paths import RemotePath
-from tests.unit.loop.test_checkpoint import CONTENTS, names, save, state_of
+from tests.unit.loop.test_checkpoint import CONTENTS, Written, names, save, state_of
 
 
 class Elsewhere:
@@ -166,6 +166,8 @@ class Flaky(MemoryFileSystem):
     """Requests that fail, with the ends of their paths: `ls checkpoints`."""
     meanwhile: ClassVar[list[Callable[[], object]]] = []
     """Done once, during the next read of weights."""
+    removing: ClassVar[list[Callable[[], object]]] = []
+    """Done once, before the next removal."""
     requests: ClassVar[list[tuple[str, bool]]] = []
     """Path of each request of the driver, and whether it blocked an event loop."""
 
@@ -186,6 +188,11 @@ class Flaky(MemoryFileSystem):
     def open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         self._begin("write" if "w" in mode else "read", path)
         return super().open(path, mode, *args, **kwargs)
+
+    def rm(self, path: str, *args: Any, **kwargs: Any) -> None:
+        if self.removing:
+            self.removing.pop()()
+        super().rm(path, *args, **kwargs)
 
     def cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
         self._begin("read", path)
@@ -209,7 +216,7 @@ def flaky(tmp_path: Path) -> Iterator[Elsewhere]:
     elsewhere = Elsewhere(tmp_path, f"flaky://{uuid4().hex}")
     elsewhere.save(1)
     yield elsewhere
-    for state in (Flaky.broken, Flaky.meanwhile, Flaky.requests):
+    for state in (Flaky.broken, Flaky.meanwhile, Flaky.removing, Flaky.requests):
         state.clear()
 
 
@@ -232,6 +239,28 @@ def test_a_save_that_fails_half_way_is_removed(flaky):
     with pytest.raises(CheckpointError, match="of step 2 could not be written"):
         save(flaky.checkpoints, 2)
     assert flaky.place.names() == ["latest", "step_000001"]
+
+
+def test_a_cancelled_save_that_failed_is_removed_before_it_ends(flaky):
+    """A later save of the same step begins with nothing of it."""
+
+    async def left_behind() -> list[str]:
+        loop, written = asyncio.get_running_loop(), flaky.checkpoints.save(2, state_of(2), Written)
+        await written.take_copy()
+        saving = asyncio.create_task(written.write_copy())
+
+        async def cancel() -> None:
+            saving.cancel()
+            for _ in range(9):  # as many turns as the cancellation may take
+                await asyncio.sleep(0)
+
+        Flaky.broken.append("write driver.json")
+        Flaky.removing.append(lambda: asyncio.run_coroutine_threadsafe(cancel(), loop).result())
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        return flaky.place.names()
+
+    assert asyncio.run(left_behind()) == ["latest", "step_000001"]
 
 
 def test_a_manifest_that_cannot_be_read_now_is_not_damaged(flaky):
