@@ -32,6 +32,8 @@ def object_store() -> Iterator[Mapping[str, str]]:
     port = free_port()
     words, quiet = words_of_server("127.0.0.1", port), subprocess.DEVNULL
     with subprocess.Popen(words, stdout=quiet, stderr=quiet) as process:
-        wait_until(lambda: is_open(port) or process.poll() is not None)
-        yield environment_of("127.0.0.1", port)
-        process.kill()
+        try:
+            wait_until(lambda: is_open(port) or process.poll() is not None)
+            yield environment_of("127.0.0.1", port)
+        finally:
+            process.kill()

@@ -44,6 +44,7 @@ class RolloutSection(Section):
     """Longest conversation with its last reply, in tokens; a longer one ends as truncated. None:
     `data.max_prompt_tokens` + `rollout.max_new_tokens`."""
     chat: ChatSection = ChatSection()
+    """Chat template and system message of conversations: `{system: Answer in one word.}`."""
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature; recorded logprobs are those of the tempered distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

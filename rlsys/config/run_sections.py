@@ -171,9 +171,11 @@ class CheckpointSection(Section):
     @field_validator("to")
     @classmethod
     def _is_url(cls, to: str | None) -> str | None:
-        if to is not None and "://" not in to:
-            raise ValueError(f"should be a URL, such as s3://bucket/path or file:///folder (got {short_repr(to)})")
-        return to and to.rstrip("/")
+        url = to and to.strip().rstrip("/")
+        if url is not None and "://" not in url:  # not in `s3://` without its slashes either
+            example = "should be a URL with a bucket or folder, such as s3://bucket/path or file:///folder"
+            raise ValueError(f"{example} (got {short_repr(to)})")
+        return url
 
 
 class LimitsSection(Section):

@@ -52,8 +52,9 @@ class TrainSection(Section):
     """Optimizer updates of one step, each on other groups. Above 1, later updates train on tokens of the weights before
     the step."""
     mesh: MeshSection = MeshSection()
-    network: NetworkSection = NetworkSection()
     """Processes that train a model together, the actor and the critic each, and how they split it: `{shard: 8}`."""
+    network: NetworkSection = NetworkSection()
+    """Network that the ranks of actor and critic use between machines: `{interface: eth1}`."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     warmup_steps: NonNegativeInt = 0

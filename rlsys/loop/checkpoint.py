@@ -31,8 +31,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +46,7 @@ from rlsys.errors import CheckpointError, DataError, WorkerError
 from rlsys.loop.checkpoint_files import (
     ACTOR,
     CRITIC,
+    MANIFEST,
     MOST_STATE_BYTES,
     STATE,
     STEP,
@@ -57,6 +58,7 @@ from rlsys.loop.checkpoint_files import (
     read_manifest,
     remove_checkpoint,
     step_of,
+    unfinished_before,
     write_manifest,
 )
 from rlsys.loop.checkpoint_scores import BestCheckpoints
@@ -128,7 +130,7 @@ class Checkpoints:
     def save(self, step: int, state: DriverState, files_in: Callable[[AnyPath], Saving[Files]]) -> Saving[AnyPath]:
         """Save `state` and the files of `files_in(folder)`; what is written is the folder of the checkpoint.
 
-        Both parts raise `CheckpointError`, also if a reported file is missing; earlier checkpoints stay.
+        Both parts raise `CheckpointError`, in a folder also if a reported file is missing; earlier checkpoints stay.
         """
         return SavedStep(self, step, state, files_in)
 
@@ -148,26 +150,26 @@ class Checkpoints:
             check_seen(partial, files)
         (partial / STATE).write_bytes(content)
         write_manifest(partial, {**files, STATE: SavedFile.of(content)})
-        final = put_in_place(partial)
-        self._retire()
-        return final
+        return put_in_place(partial)
 
-    @contextmanager
-    def remove_on_failure(self, step: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def remove_on_failure(self, step: int) -> AsyncIterator[None]:
         """Remove a checkpoint that fails half way. If no worker is the cause, name the last good one in its error."""
         try:
             yield
         except (OSError, CheckpointError) as error:
-            self._remove(step)
-            raise CheckpointError(self._failure(step, error)) from error
+            await _end_in_thread(lambda: self._remove(step))
+            raise CheckpointError(await asyncio.to_thread(self._failure, step, error)) from error
         except WorkerError:
-            self._remove(step)
+            await _end_in_thread(lambda: self._remove(step))
             raise
 
     def _remove(self, step: int) -> None:
-        """Remove what there is of a checkpoint that failed, if that is possible."""
-        with suppress(CheckpointError):
-            remove_checkpoint(self.partial(step))
+        """Remove what there is of a checkpoint that failed, if that is possible; one with its manifest is complete."""
+        partial = self.partial(step)
+        with suppress(OSError, CheckpointError):
+            if not (isinstance(partial, RemotePath) and (partial / MANIFEST).exists()):
+                remove_checkpoint(partial)
 
     def _failure(self, step: int, error: Exception) -> str:
         """Return the text of a failure to write a checkpoint."""
@@ -186,14 +188,19 @@ class Checkpoints:
             f"{before}. {remedy} with run.resume=auto"
         )
 
-    def _retire(self) -> None:
-        """Delete all checkpoints but those of `steps_to_keep`. `latest` names the newest."""
-        checkpoints = list(newest_first(self.folder))
-        kept = self.steps_to_keep([step_of(checkpoint) for checkpoint in checkpoints])
-        for old in checkpoints:
-            if step_of(old) not in kept:
-                with suppress(CheckpointError):  # the newest one is whole
-                    remove_checkpoint(old)
+    def retire(self) -> None:
+        """Delete all checkpoints but those of `steps_to_keep`, and what earlier saves that were cut off left at a URL.
+
+        `latest` names the newest. An old checkpoint that cannot be removed ends no run: the newest one is whole.
+        """
+        with suppress(OSError, CheckpointError):
+            checkpoints = list(newest_first(self.folder))
+            steps = [step_of(checkpoint) for checkpoint in checkpoints]
+            kept = self.steps_to_keep(steps)
+            old = [checkpoint for checkpoint in checkpoints if step_of(checkpoint) not in kept]
+            for each in (*old, *unfinished_before(self.folder, max(steps, default=0))):
+                with suppress(OSError, CheckpointError):
+                    remove_checkpoint(each)
 
     def steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         """Return those of `steps`, newest first, whose checkpoints are kept: the newest `keep_last`, and the
@@ -215,17 +222,28 @@ class SavedStep:
         self._files = self.files_in(self._partial)
 
     async def take_copy(self) -> None:
-        with self.checkpoints.remove_on_failure(self.step):
+        async with self.checkpoints.remove_on_failure(self.step):
             await asyncio.to_thread(make_empty, self._partial)
             await self._files.take_copy()
         self.checkpoints.mark_begun(self.step)
 
     async def write_copy(self) -> AnyPath:
-        with self.checkpoints.remove_on_failure(self.step):
+        async with self.checkpoints.remove_on_failure(self.step):
             files = await self._files.write_copy()
             final = await asyncio.to_thread(self.checkpoints.complete, self.state, self._partial, files)
         self.checkpoints.last_saved = self.step
+        await asyncio.to_thread(self.checkpoints.retire)
         return final
+
+
+async def _end_in_thread(work: Callable[[], None]) -> None:
+    """Do the work in a thread; a cancellation waits for its end, so that a save after it finds nothing half removed."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def read_state(checkpoint: AnyPath) -> DriverState:
@@ -310,7 +328,8 @@ async def load_models(workers: Workers, folder: AnyPath) -> int:
 
     Raises `CheckpointError` if the critic is missing.
     """
-    if workers.critic is not None and not any(name.startswith(f"{CRITIC}/") for name in read_manifest(folder)):
+    files = await asyncio.to_thread(read_manifest, folder)
+    if workers.critic is not None and not any(name.startswith(f"{CRITIC}/") for name in files):
         raise CheckpointError(
             f"{folder} contains no critic, and the algorithm needs one: resume with the algorithm that saved it, or "
             "start a new run from its weights, as `rlsys export` writes them"

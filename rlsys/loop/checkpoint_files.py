@@ -6,13 +6,14 @@ cannot rename.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 from typing import TypeVar, cast
 
 from pydantic import TypeAdapter
@@ -44,6 +45,10 @@ _HASHED_AT_ONCE = 8
 _MOST_NAME_BYTES = 1000
 
 
+class _Damaged(CheckpointError):
+    """A manifest that is missing or damaged. A store that does not answer raises `CheckpointError` alone."""
+
+
 def step_of(checkpoint: AnyPath) -> PolicyVersion:
     """Return the step that a checkpoint's folder is named after."""
     return int(checkpoint.name.removeprefix("step_"))
@@ -66,6 +71,13 @@ def newest_first(folder: A) -> Iterator[A]:
         named = ""
     order = sorted(found, key=lambda checkpoint: (checkpoint.name != named, -step_of(checkpoint)))
     yield from cast("list[A]", order)
+
+
+def unfinished_before(folder: AnyPath, step: PolicyVersion) -> list[RemotePath]:
+    """Return what saves that were cut off left at a URL: the folders without a manifest of steps before `step`."""
+    names = folder.names() if isinstance(folder, RemotePath) else []
+    earlier = [folder / name for name in names if _is_step(name) and step_of(folder / name) < step]
+    return [each for each in earlier if isinstance(each, RemotePath) and not (each / MANIFEST).exists()]
 
 
 def from_on(checkpoint: AnyPath) -> Iterator[AnyPath]:
@@ -127,8 +139,10 @@ async def first_whole(
     problems: list[str] = []
     checkpoint = None
     for checkpoint in candidates:
-        problem = problem_of(checkpoint, sizes_only=True)
-        problem = problem or await find_damage(checkpoint, read_manifest(checkpoint)) or _step_problem(checkpoint)
+        problem = await asyncio.to_thread(problem_of, checkpoint, sizes_only=True)
+        if problem is None:
+            files = await asyncio.to_thread(read_manifest, checkpoint)
+            problem = await find_damage(checkpoint, files) or await asyncio.to_thread(_step_problem, checkpoint)
         if problem is None:
             return checkpoint, problems
         problems.append(problem)
@@ -154,11 +168,11 @@ def is_complete(checkpoint: AnyPath) -> bool:
 def problem_of(checkpoint: AnyPath, *, sizes_only: bool = False) -> str | None:
     """Return what differs between a checkpoint's files and its manifest, naming the first such file; None if nothing.
 
-    `sizes_only`: do not read their contents.
+    `sizes_only`: do not read their contents. Raises `CheckpointError` if a store does not answer, which is no damage.
     """
     try:
         manifest = read_manifest(checkpoint)
-    except CheckpointError as error:
+    except _Damaged as error:
         return str(error)
     if missing := {GROUPS, STATE} - manifest.keys():
         return f"{checkpoint / MANIFEST} does not list {min(missing)}"
@@ -171,7 +185,7 @@ def model_problem_of(folder: Path) -> str | None:
     """Do the same for a model folder that `write_manifest` completed."""
     try:
         manifest = read_manifest(folder)
-    except CheckpointError as error:
+    except _Damaged as error:
         return str(error)
     return _size_problem(folder, manifest) or content_problem(folder, manifest)
 
@@ -182,16 +196,16 @@ def parse_manifest(content: bytes) -> dict[str, SavedFile]:
 
 
 def read_manifest(folder: AnyPath) -> dict[str, SavedFile]:
-    """Return the files of a manifest. Raises `CheckpointError` if it is missing or damaged."""
+    """Return the files of a manifest. Raises `CheckpointError` if it is missing or damaged, or cannot be read now."""
     path = folder / MANIFEST
     try:
         manifest = parse_manifest(read_any(path))
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else "it is damaged"
-        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+        raise _Damaged(f"{path} cannot be read: {reason}") from error
     for name in manifest:
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            raise CheckpointError(f"{path} is damaged: it lists {name!r}, which is not in its folder")
+            raise _Damaged(f"{path} is damaged: it lists {name!r}, which is not in its folder")
     return manifest
 
 
@@ -315,7 +329,7 @@ def checkpoints_of(run: Path) -> AnyPath:
 
 def local_checkpoint(checkpoint: AnyPath, run: Path) -> Path:
     """Return a checkpoint of a run in a folder of this machine: one at a URL is copied to `RUN/fetched`, unless a whole
-    copy is there.
+    copy is there. Several commands may do that at the same time.
 
     Raises `CheckpointError` if it is damaged, cannot be read, or cannot be written.
     """
@@ -324,23 +338,33 @@ def local_checkpoint(checkpoint: AnyPath, run: Path) -> Path:
     into = run / FETCHED
     if problem := problem_of(checkpoint, sizes_only=True):
         raise CheckpointError(problem)
-    manifest, final, beside = read_manifest(checkpoint), into / checkpoint.name, into / "fetching.tmp"
-    with suppress(CheckpointError):
-        if read_manifest(final) == manifest and problem_of(final) is None:
-            return final
-    partial = beside / checkpoint.name
+    manifest, final = read_manifest(checkpoint), into / checkpoint.name
+    if _is_copy(final, manifest):
+        return final
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        for name, saved in manifest.items():
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            with (partial / name).open("wb") as file:
-                file.writelines((checkpoint / name).chunks(saved.num_bytes))
-        write_manifest(partial, manifest)
-        if problem := problem_of(partial):
-            raise CheckpointError(f"{checkpoint} is damaged: its copy {problem}")
-        shutil.rmtree(final, ignore_errors=True)
-        return partial.rename(final)
+        into.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="fetching-", dir=into, ignore_cleanup_errors=True) as beside:
+            partial = Path(beside) / checkpoint.name
+            _fetch(checkpoint, manifest, partial)
+            if not _is_copy(final, manifest):  # another command may have fetched it meanwhile
+                shutil.rmtree(final, ignore_errors=True)
+                partial.rename(final)
     except OSError as error:
-        raise CheckpointError(f"cannot fetch {checkpoint} to {into}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if not _is_copy(final, manifest):
+            raise CheckpointError(f"cannot fetch {checkpoint} to {into}: {error.strerror or error}") from error
+    return final
+
+
+def _is_copy(folder: Path, manifest: Files) -> bool:
+    return problem_of(folder) is None and read_manifest(folder) == manifest
+
+
+def _fetch(checkpoint: RemotePath, manifest: Files, partial: Path) -> None:
+    """Copy a checkpoint to the folder `partial`, and compare contents. Raises `CheckpointError` and `OSError`."""
+    for name, saved in manifest.items():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        with (partial / name).open("wb") as file:
+            file.writelines((checkpoint / name).chunks(saved.num_bytes))
+    write_manifest(partial, manifest)
+    if problem := problem_of(partial):
+        raise CheckpointError(f"{checkpoint} is damaged: its copy {problem}")

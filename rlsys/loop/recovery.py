@@ -66,9 +66,9 @@ class Recovery:
 
     async def restore(self, checkpoint: AnyPath) -> PolicyVersion:
         """Load the checkpoint that a session begins with; return its version. See `Driver.restore`."""
-        whole = await self._first_whole(from_on(checkpoint))
+        whole = await self._first_whole(await asyncio.to_thread(list, from_on(checkpoint)))
         assert whole is not None, "without a whole one it raises"
-        state = read_state(whole)
+        state = await asyncio.to_thread(read_state, whole)
         self._origin = whole
         await self._load(whole, state, state.version)
         return state.version
@@ -117,9 +117,10 @@ class Recovery:
 
     async def _roll_back(self) -> PolicyVersion:
         """Load the newest whole checkpoint, or what this session began with; return its own version."""
-        origin = await self._first_whole(newest_first(self.saver.checkpoints.folder)) or self._origin
+        checkpoints = await asyncio.to_thread(list, newest_first(self.saver.checkpoints.folder))
+        origin = await self._first_whole(checkpoints) or self._origin
         if isinstance(origin, Path | RemotePath):
-            state = read_state(origin)
+            state = await asyncio.to_thread(read_state, origin)
             await self._load(origin, state, self.position.version)
         else:
             assert origin is not None, "`begin` sets it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -138,7 +139,7 @@ async def go_on(driver: Driver) -> PolicyVersion:
 
 async def start_of(driver: Driver) -> PolicyVersion:
     """Restore the newest checkpoint, if there is one; return its version, else 0."""
-    checkpoint = find_latest(driver.saver.checkpoints.folder)
+    checkpoint = await asyncio.to_thread(find_latest, driver.saver.checkpoints.folder)
     return 0 if checkpoint is None else await driver.restore(checkpoint)
 
 

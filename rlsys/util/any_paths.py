@@ -15,13 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from rlsys.errors import CheckpointError, ConfigError, RlsysError
 from rlsys.util.hashed_files import HashedWriter
 from rlsys.util.regular_files import MOST_BYTES, open_regular, read_regular
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 CHUNK_BYTES = 2**24
 """Most bytes of one range of a file that is read whole."""
@@ -54,19 +57,19 @@ class RemotePath:
     def exists(self) -> bool:
         """Return True for a file, or a folder with files."""
         with self._open("read") as (files, path):
-            return files.exists(path)
+            return _info_of(files, path) is not None
 
     def names(self) -> list[str]:
         """Names in this folder; none if it does not exist."""
         with self._open("read") as (files, path):
-            found = files.ls(path, detail=False) if files.exists(path) else []
+            found = files.ls(path, detail=False) if _info_of(files, path) else []
             return sorted({each.rstrip("/").rpartition("/")[2] for each in found})
 
     def sizes(self) -> dict[str, int]:
         """Sizes of all files below this folder, by their relative paths; none if it does not exist."""
         with self._open("read") as (files, path):
-            found = files.find(path, detail=True) if files.exists(path) else {}
-            return {name.removeprefix(path).lstrip("/"): info["size"] for name, info in found.items()}
+            found = _files_in(files, path) if _info_of(files, path) else ()
+            return {info["name"].removeprefix(path).lstrip("/"): info["size"] for info in found}
 
     def read_bytes(self) -> bytes:
         """Read a file whole."""
@@ -95,8 +98,8 @@ class RemotePath:
     def remove(self) -> None:
         """Remove a file, or a folder with all below it, if it is there."""
         with self._open("remove") as (files, path):
-            if files.exists(path):
-                files.rm(path, recursive=files.isdir(path))
+            if info := _info_of(files, path):
+                files.rm(path, recursive=info["type"] == "directory")
 
     @contextmanager
     def reading(self) -> Iterator[IO[bytes]]:
@@ -105,29 +108,77 @@ class RemotePath:
             yield stream
 
     @contextmanager
-    def writing(self) -> Iterator[IO[bytes]]:
-        """Open a file to write it. Depending on the file system, others see it grow, or only when the block ends."""
+    def writing(self) -> Iterator[BufferedIOBase]:
+        """Open a file to write it. Depending on the file system, others see it grow, or only when the block ends.
+
+        Errors of the block pass unchanged: only those of the file system name the URL.
+        """
         with self._open("write") as (files, path):
             _make_folder(files, path.rpartition("/")[0])
-            with files.open(path, "wb") as stream:
-                yield stream
+            stream = files.open(path, "wb")
+        try:
+            yield _Stream(self, stream)
+        finally:
+            with self.naming("write"):
+                stream.close()
 
     @contextmanager
     def _open(self, action: str) -> Iterator[tuple[Any, str]]:
         """Yield the file system, and the path in it. `action` is a verb for errors: `read`."""
         from fsspec.core import url_to_fs  # .2 s
 
-        try:
+        with self.naming(action):
             try:
                 files, path = url_to_fs(self.url)
             except (ImportError, ValueError) as error:
                 raise ConfigError(f"{self.url} cannot be opened: {error}") from error
             files.invalidate_cache()
             yield files, path
+
+    @contextmanager
+    def naming(self, action: str) -> Iterator[None]:
+        """Raise the errors of the file system as `CheckpointError` with URL and cause."""
+        try:
+            yield
         except (RlsysError, FileNotFoundError):
             raise
         except Exception as error:  # each file system has errors of its own
             raise CheckpointError(f"cannot {action} {self.url}: {type(error).__name__}: {error}") from error
+
+
+class _Stream(BufferedIOBase):
+    """Stream to a file at a URL, which names the URL if a write fails."""
+
+    def __init__(self, path: RemotePath, stream: IO[bytes]) -> None:
+        self._path, self._stream = path, stream
+
+    def write(self, data: ReadableBuffer) -> int:
+        with self._path.naming("write"):
+            return self._stream.write(data)
+
+
+def _info_of(files: Any, path: str) -> Mapping[str, Any] | None:  # noqa: ANN401  (a file system of fsspec)
+    """Return the facts about a file or folder; None if it does not exist.
+
+    `exists` and `isdir` of fsspec answer False after any error, such as a time-out.
+    """
+    try:
+        return files.info(path)
+    except FileNotFoundError:
+        return None
+
+
+def _files_in(files: Any, path: str) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401  (a file system of fsspec)
+    """Yield the facts about every file below a folder.
+
+    `find` and `walk` of fsspec leave a subfolder out if it cannot be listed.
+    """
+    for info in files.ls(path, detail=True):
+        name = info["name"].rstrip("/")
+        if info["type"] != "directory":
+            yield info
+        elif name != path:
+            yield from _files_in(files, name)
 
 
 def _make_folder(files: Any, path: str) -> None:  # noqa: ANN401  (a file system of fsspec)
@@ -146,8 +197,12 @@ AnyPath: TypeAlias = Path | RemotePath
 
 
 def any_path(text: str) -> AnyPath:
-    """Return the path that `text` means: a URL if it contains `://`."""
-    return RemotePath(text.rstrip("/")) if "://" in text else Path(text)
+    """Return the path that `text` means: a URL if it contains `://`. Raises `ConfigError` if nothing comes after it."""
+    if "://" not in text:
+        return Path(text)
+    if "://" not in (url := text.rstrip("/")):
+        raise ConfigError(f"{text} names no bucket or folder: give one, such as s3://bucket/path or file:///folder")
+    return RemotePath(url)
 
 
 def read_any(path: AnyPath, most_bytes: int = MOST_BYTES) -> bytes:

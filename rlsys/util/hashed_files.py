@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BufferedIOBase
 from typing import IO
 
 from xxhash import xxh3_128
@@ -24,7 +25,7 @@ class SavedFile:
 class HashedWriter:
     """Stream that hashes the bytes on their way to another stream."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes] | BufferedIOBase) -> None:
         self._stream, self._hash, self._num_bytes = stream, xxh3_128(), 0
 
     @property

@@ -72,7 +72,7 @@ def _take_all(end: socket.socket, queue: deque[tuple[float, bytes]], delay_s: fl
 def _send(end: socket.socket, frame: bytes) -> None:
     try:
         end.send(frame)
-    except (BlockingIOError, OSError):  # a full buffer, or a cable that is pulled: lost, as on any other
+    except OSError:  # a full buffer, or a cable that is pulled: lost, as on any other
         return
 
 

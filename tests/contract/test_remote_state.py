@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
 
 from rlsys.contracts import Files
 from rlsys.data.task_source import Cursor
@@ -15,7 +17,7 @@ from rlsys.errors import CheckpointError
 from rlsys.loop.checkpoint import Checkpoints, DriverState
 from rlsys.loop.checkpoint_files import content_problem, hash_files, newest_whole, parse_manifest
 from rlsys.loop.task_ledger import LedgerState
-from rlsys.util.any_paths import AnyPath, RemotePath, any_path
+from rlsys.util.any_paths import AnyPath, RemotePath, any_path, writing
 from rlsys.util.hashed_files import SavedFile
 from tests.training import SETTINGS, JoinedRanks
 from workers.model.model_tensors import local
@@ -52,10 +54,34 @@ def test_a_place_without_state_is_named(place):
         load_state(tensors(), place / "actor", num_ranks=1)
 
 
-def test_a_header_that_is_damaged_is_named(place):
-    (place / "actor" / "a.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(CheckpointError, match=r"cannot read training state from .*a\.safetensors"):
+def file_of(header: object) -> bytes:
+    content = json.dumps(header).encode()
+    return len(content).to_bytes(8, "little") + content
+
+
+TENSOR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+DAMAGED = {
+    "length": b"\xff" * 20,
+    "no JSON": file_of({})[:-1] + b"x",
+    "a list": file_of([]),
+    "no shape": file_of({"model.matrix": {}}),
+    "no dtype": file_of({"model.matrix": {**TENSOR, "dtype": "?"}}),
+    "no sizes": file_of({"model.matrix": {**TENSOR, "shape": ["x"]}}),
+    "other offsets": file_of(
+        {"model.matrix": TENSOR, "__metadata__": {CUSTOM_METADATA_KEY: '{"model.matrix": {"saved_offsets": []}}'}}
+    ),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_header_that_is_damaged_is_named(place: AnyPath, content: bytes) -> None:
+    with writing(place / "actor" / "a.safetensors") as file:
+        file.write(content)
+    message = r"cannot read training state from .*a\.safetensors"
+    with pytest.raises(CheckpointError, match=message):
         load_state(tensors(), place / "actor", num_ranks=1)
+    with pytest.raises(CheckpointError, match=message):
+        saved_shapes(place / "actor", "model")
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

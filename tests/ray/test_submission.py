@@ -53,11 +53,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     words.append(f"--dashboard-agent-listen-port={ports[2]}")  # the default is that of the cluster of other tests
     words += ["--dashboard-host=127.0.0.1", "--num-cpus=8", "--disable-usage-stats", "--object-store-memory=200000000"]
     with subprocess.Popen(words, env=its, stdout=subprocess.DEVNULL) as head:
-        wait_until(lambda: is_open(ports[1]) or head.poll() is not None)
-        yield {**mine, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports[1]}"}
-        for process in [*psutil.Process(head.pid).children(recursive=True), head]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        try:
+            wait_until(lambda: is_open(ports[1]) or head.poll() is not None)
+            yield {**mine, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports[1]}"}
+        finally:
+            for process in [*psutil.Process(head.pid).children(recursive=True), head]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.fixture

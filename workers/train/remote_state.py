@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import _getdtype
 from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
@@ -32,6 +33,7 @@ HEAD_BYTES = 2**18
 PART_BYTES = 2**28
 """Bytes of tensors that are read at the same time, unless one tensor has more."""
 _LENGTH_BYTES = 8
+_MOST_NUMBER = 2**48
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class _Saved:
 
 
 class RemoteStateReader(HuggingFaceStorageReader):
-    """Reads the files in a folder at a URL. Raises the errors of a `RemotePath`, and `ValueError` for a header that is
-    damaged."""
+    """Reads the files in a folder at a URL. Raises the errors of a `RemotePath`, and `SafetensorError` for a header
+    that is damaged, as the reader of local files does."""
 
     def __init__(self, folder: RemotePath) -> None:
         super().__init__(str(folder))
@@ -80,15 +82,12 @@ class RemoteStateReader(HuggingFaceStorageReader):
         for file, head in zip(sizes, heads, strict=True):
             begin = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
             if not _LENGTH_BYTES < begin <= sizes[file]:
-                raise ValueError(f"the header of {file} has another length than the file has room for")
+                raise SafetensorError(f"the header of {file} has another length than the file has room for")
             rest = self._folder.read_ranges([(file, len(head), begin)])[0] if begin > len(head) else b""
-            header = json.loads((head + rest)[_LENGTH_BYTES:begin])
-            offsets = json.loads(header.pop("__metadata__", {}).get(CUSTOM_METADATA_KEY, "{}"))
-            for name, facts in header.items():
-                shape = tuple(facts["shape"])
-                place = offsets[name][SAVED_OFFSETS_KEY] if name in offsets else [0] * len(shape)
-                first, _ = facts["data_offsets"]
-                yield name, _Saved(file, begin + first, shape, tuple(place), _getdtype(facts["dtype"]))
+            try:
+                yield from [*_saved_in(file, begin, (head + rest)[_LENGTH_BYTES:begin])]
+            except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+                raise SafetensorError(f"the header of {file} is damaged: {error!r}") from error
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the rows that this rank wants."""
@@ -112,6 +111,25 @@ class RemoteStateReader(HuggingFaceStorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(_wanted_of(item, saved, content))
             planner.commit_tensor(item, target)
+
+
+def _saved_in(file: str, begin: int, header: bytes) -> Iterator[tuple[str, _Saved]]:
+    """Yield name and place of every part of a tensor in a file, whose tensors begin at `begin`."""
+    found = json.loads(header)
+    offsets = json.loads(found.pop("__metadata__", {}).get(CUSTOM_METADATA_KEY, "{}"))
+    for name, facts in found.items():
+        shape = _numbers(facts["shape"])
+        place = _numbers(offsets[name][SAVED_OFFSETS_KEY]) if name in offsets else (0,) * len(shape)
+        first, _ = _numbers(facts["data_offsets"])
+        if len(place) != len(shape):
+            raise ValueError(f"{name} has {len(shape)} dimensions and {len(place)} offsets")
+        yield name, _Saved(file, begin + first, shape, place, _getdtype(facts["dtype"]))
+
+
+def _numbers(found: list[int]) -> tuple[int, ...]:
+    if not all(isinstance(each, int) and 0 <= each < _MOST_NUMBER for each in found):
+        raise ValueError(f"{found} are no sizes")
+    return tuple(found)
 
 
 def _rows_of(item: ReadItem, saved: _Saved) -> tuple[int, int]:

@@ -121,13 +121,15 @@ def bomb(depth: int) -> str:
 
 
 def documented(model: type[BaseModel], at: str = "") -> list[tuple[str, str | None]]:
-    """Every key of the sections, with its documentation."""
+    """Every key of the sections, and every section in another one, with its documentation."""
     found = []
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += documented(field.annotation, f"{at}{name}.")
-        else:
+        kind = field.annotation
+        section = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+        if at or section is None:  # the class describes a section of the configuration itself
             found.append((f"{at}{name}", field.description))
+        if section is not None:
+            found += documented(section, f"{at}{name}.")
     return found
 
 
@@ -630,7 +632,15 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path):
 
 
 def test_every_key_has_a_docstring():
-    assert [key for key, text in documented(Config) if not text and key != "rollout.chat"] == []
+    assert [key for key, text in documented(Config) if not text] == []
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "file:///", "memory://", " s3:// "])
+def test_checkpoints_at_a_url_of_nothing_are_refused(url: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.to: should be a URL with a bucket or folder"):
+        Config.load(write(tmp_path, MINIMAL), [f"checkpoint.to='{url}'"])
+    loaded = Config.load(write(tmp_path, MINIMAL), ["checkpoint.to=' s3://bucket/ '"])
+    assert loaded.checkpoint.to == "s3://bucket"
 
 
 @pytest.mark.parametrize("passes", [0, -1, 101, 10**30])

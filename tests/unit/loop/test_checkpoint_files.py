@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import pytest
@@ -14,11 +17,19 @@ from rlsys.config import Config
 from rlsys.errors import CheckpointError, ConfigError
 from rlsys.launch.run_folder import checkpoint_of, start_of, write_run_dir
 from rlsys.loop.checkpoint import Checkpoints, read_state
-from rlsys.loop.checkpoint_files import find_latest, newest_first, newest_whole, remove_checkpoint
+from rlsys.loop.checkpoint_files import (
+    find_latest,
+    local_checkpoint,
+    newest_first,
+    newest_whole,
+    problem_of,
+    remove_checkpoint,
+)
 from rlsys.monitoring.events import CheckpointPassedOver
 from rlsys.testing import FakeRun
+from rlsys.testing.fake_run import go_on
 from rlsys.util.any_paths import RemotePath
-from tests.unit.loop.test_checkpoint import CONTENTS, names, save, state_of
+from tests.unit.loop.test_checkpoint import CONTENTS, Written, names, save, state_of
 
 
 class Elsewhere:
@@ -147,6 +158,136 @@ def test_a_checkpoint_is_removed_with_its_manifest_first():
     assert find_latest(place) is None
 
 
+class Flaky(MemoryFileSystem):
+    """A store in which some requests time out now, and in which others do something in the middle of one."""
+
+    protocol = "flaky"
+    broken: ClassVar[list[str]] = []
+    """Requests that fail, with the ends of their paths: `ls checkpoints`."""
+    meanwhile: ClassVar[list[Callable[[], object]]] = []
+    """Done once, during the next read of weights."""
+    removing: ClassVar[list[Callable[[], object]]] = []
+    """Done once, before the next removal."""
+    requests: ClassVar[list[tuple[str, bool]]] = []
+    """Path of each request of the driver, and whether it blocked an event loop."""
+
+    def _begin(self, what: str, path: str) -> None:
+        if path.endswith(("manifest.json", "latest")):
+            self.requests.append((path, is_on_loop()))
+        if any(what == verb and path.endswith(end) for verb, end in map(str.split, self.broken)):
+            raise TimeoutError("the store is busy")
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        self._begin("ls", path)
+        return super().ls(path, detail, **kwargs)
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        self._begin("info", path)
+        return super().info(path, **kwargs)
+
+    def open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        self._begin("write" if "w" in mode else "read", path)
+        return super().open(path, mode, *args, **kwargs)
+
+    def rm(self, path: str, *args: Any, **kwargs: Any) -> None:
+        if self.removing:
+            self.removing.pop()()
+        super().rm(path, *args, **kwargs)
+
+    def cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
+        self._begin("read", path)
+        if path.endswith("weights.bin") and self.meanwhile:
+            self.meanwhile.pop()()
+        return super().cat_file(path, *args, **kwargs)
+
+
+def is_on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.fixture
+def flaky(tmp_path: Path) -> Iterator[Elsewhere]:
+    """A run with a checkpoint of step 1 in a store whose requests may fail."""
+    register_implementation("flaky", Flaky, clobber=True)
+    elsewhere = Elsewhere(tmp_path, f"flaky://{uuid4().hex}")
+    elsewhere.save(1)
+    yield elsewhere
+    for state in (Flaky.broken, Flaky.meanwhile, Flaky.removing, Flaky.requests):
+        state.clear()
+
+
+def test_a_listing_that_fails_after_a_save_ends_nothing(flaky):
+    Flaky.broken.append("ls checkpoints")
+    flaky.save(2)
+    Flaky.broken.clear()
+    assert newest_whole(flaky.place) == (flaky.place / "step_000002", [])
+
+
+def test_a_complete_checkpoint_is_never_removed(flaky):
+    Flaky.broken.append("write latest")
+    with pytest.raises(CheckpointError, match="of step 2 could not be written"):
+        save(flaky.checkpoints, 2)
+    assert problem_of(flaky.place / "step_000002") is None
+
+
+def test_a_save_that_fails_half_way_is_removed(flaky):
+    Flaky.broken.append("write driver.json")
+    with pytest.raises(CheckpointError, match="of step 2 could not be written"):
+        save(flaky.checkpoints, 2)
+    assert flaky.place.names() == ["latest", "step_000001"]
+
+
+def test_a_cancelled_save_that_failed_is_removed_before_it_ends(flaky):
+    """A later save of the same step begins with nothing of it."""
+
+    async def left_behind() -> list[str]:
+        loop, written = asyncio.get_running_loop(), flaky.checkpoints.save(2, state_of(2), Written)
+        await written.take_copy()
+        saving = asyncio.create_task(written.write_copy())
+
+        async def cancel() -> None:
+            saving.cancel()
+            for _ in range(9):  # as many turns as the cancellation may take
+                await asyncio.sleep(0)
+
+        Flaky.broken.append("write driver.json")
+        Flaky.removing.append(lambda: asyncio.run_coroutine_threadsafe(cancel(), loop).result())
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        return flaky.place.names()
+
+    assert asyncio.run(left_behind()) == ["latest", "step_000001"]
+
+
+def test_a_manifest_that_cannot_be_read_now_is_not_damaged(flaky):
+    flaky.save(2)
+    Flaky.broken.append("read step_000002/manifest.json")
+    with pytest.raises(CheckpointError, match=r"cannot read flaky:.*/manifest\.json: TimeoutError: the store is busy"):
+        start_of(flaky.config())
+
+
+def test_rests_of_saves_that_were_cut_off_are_removed(flaky):
+    for step in (2, 4):
+        (flaky.place / f"step_{step:06d}" / "actor" / "weights.bin").write_bytes(b"half of")
+    flaky.save(3)
+    assert flaky.place.names() == ["latest", "step_000001", "step_000003", "step_000004"], "4 may be in writing"
+
+
+def test_a_run_reads_no_store_on_its_event_loop(flaky, tmp_path):
+    sections = {"checkpoint": {"every": 1, "to": flaky.store}}
+    assert FakeRun(tmp_path / "run", run={"steps": 2}, **sections).train() == 2
+    Flaky.requests.clear()
+    Flaky.broken.append("write latest")
+    with pytest.raises(CheckpointError, match="of step 3 could not be written"):
+        asyncio.run(go_on(FakeRun(tmp_path / "run", run={"steps": 3}, **sections).driver))
+    blocking = {path for path, is_blocking in Flaky.requests if is_blocking}
+    assert Flaky.requests and not blocking
+
+
 def test_a_checkpoint_that_cannot_be_written_names_url_and_cause(tmp_path):
     elsewhere = Elsewhere(tmp_path, f"file://{tmp_path}/store")
     elsewhere.save(1)
@@ -187,6 +328,19 @@ def test_a_command_fetches_a_checkpoint_once(elsewhere):
     assert checkpoint_of(elsewhere.run, "3") == found
     assert (found / "groups.jsonl").read_bytes() == CONTENTS["groups.jsonl"]
     assert names(elsewhere.run / "fetched") == ["step_000003"]
+
+
+def test_commands_that_fetch_at_once_get_one_whole_copy(flaky):
+    found: list[tuple[Path, int]] = []
+
+    def fetch() -> None:
+        path = local_checkpoint(flaky.place / "step_000001", flaky.run)
+        found.append((path, path.stat().st_ino))
+
+    Flaky.meanwhile.append(fetch)
+    fetch()
+    assert found == [found[0]] * 2
+    assert names(flaky.run / "fetched") == ["step_000001"]
 
 
 def test_a_damaged_checkpoint_is_not_fetched(elsewhere):
