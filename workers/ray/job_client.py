@@ -73,8 +73,9 @@ class JobClient:
         A cluster that has just started is asked again, for `READY_S`, until one of its nodes takes the job.
         """
         os.environ["RAY_RUNTIME_ENV_IGNORE_GITIGNORE"] = "1"  # `.rayignore` alone decides
-        command = f'exec env PYTHONPATH="$({_WHERE}):$PYTHONPATH" python -m rlsys.cli train {shlex.join(arguments)}'
-        with _reaching(self.address), _own_packages() as folder:
+        # -P: a package of the working directory may have the name of one of ours
+        command = f'exec env PYTHONPATH="$({_WHERE}):$PYTHONPATH" python -P -m rlsys.cli train {shlex.join(arguments)}'
+        with _own_packages() as folder, _reaching(self.address):
             environment = {
                 "working_dir": str(working_dir),
                 "py_modules": [str(folder)],
