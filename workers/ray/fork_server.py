@@ -4,13 +4,13 @@
 
 Importing torch and transformers takes a worker seconds of a processor, and all workers of a machine import the same.
 Ray starts each worker without a GPU by `workers.ray.fork_client`, which asks this server for a fork: it has the
-libraries already, and shares their memory. A local cluster has one server, a joined cluster one on each node. Ray is not imported here, because its constants depend on the environment,
-nor are our modules that import Ray. A process with a GPU is never forked: CUDA does not survive it. Tests fork short
-programs, too.
+libraries already, and shares their memory. A local cluster has one server, a joined cluster one on each node. Ray is
+not imported here, because its constants depend on the environment, nor are our modules that import Ray. A process with
+a GPU is never forked: CUDA does not survive it. Tests fork short programs, too.
 
-LISTENER is the descriptor of a socket that listens. The server ends with its standard input, whose writer is the
-process that started it, and removes the folder of the socket. A forked worker ends with its client, which is the process that the raylet knows
-until the worker reports its own.
+LISTENER is the descriptor of a socket that listens. When standard input ends, whose writer is the process that started
+the server, it removes the folder of the socket and ends. A forked worker ends with its client, which is the process
+that the raylet knows until the worker reports its own.
 """
 
 from __future__ import annotations

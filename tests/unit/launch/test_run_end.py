@@ -14,7 +14,7 @@ from rlsys.launch.run_folder import Start
 from rlsys.launch.train_run import TrainingJob
 from rlsys.testing.fake_run import fake_config
 from rlsys.types import POLICY
-from rlsys.util.any_paths import AnyPath, any_path
+from rlsys.util.any_paths import any_path
 
 
 def end_of(folder: Path, error: BaseException) -> dict[str, object]:
