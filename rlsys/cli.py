@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -171,26 +171,38 @@ def logs(job: JobId, address: JobServer = None) -> None:
 
 @app.command()
 def stop(job: JobId, address: JobServer = None) -> None:
-    """Let a submitted job finish its step and save; return when it has ended. Exit code 1 if not all is saved."""
+    """Let a submitted job finish its step and save; return when it has ended. Exit code 1 if not all is saved.
+
+    A job that fails before its first step ends this command with its own exit code.
+    """
     from rlsys.launch import submission
 
     if not submission.stop(job, address=address):
         print_note(f"job {job} has ended already")
         return
     printed: list[str] = []
-    if _follow(job, address, printed.append) and not submission.tells_saved("".join(printed)):
-        print_note(f"job {job} has ended, and not all that it trained is saved: its last lines say why")
-        raise typer.Exit(1)
-
-
-def _follow(job: str, address: str | None, also: Callable[[str], object] = len) -> int:
-    from rlsys.launch import submission
 
     def write(lines: str) -> None:
-        print_result(lines.removesuffix("\n"))
-        also(lines)
+        printed.append(lines)
+        _print_lines(lines)
 
-    return submission.follow(job, write, address=address)
+    code, text = submission.follow(job, write, address=address), "".join(printed)
+    if not code or submission.tells_saved(text):
+        return
+    if submission.has_trained(text):
+        print_note(f"job {job} has ended, and not all that it trained is saved: its last lines say why")
+        code = 1
+    raise typer.Exit(code)
+
+
+def _follow(job: str, address: str | None) -> int:
+    from rlsys.launch import submission
+
+    return submission.follow(job, _print_lines, address=address)
+
+
+def _print_lines(lines: str) -> None:
+    print_result(lines.removesuffix("\n"))
 
 
 @app.command("eval", context_settings=OVERRIDES)

@@ -324,6 +324,8 @@ class Pull(Busy):
     """Change of a replica's weights, from the pull to the open gate."""
 
     version: PolicyVersion
+    policy: str = POLICY
+    """Policy whose weights they are: a replica may have those of several."""
 
 
 @dataclass(frozen=True)

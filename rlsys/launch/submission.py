@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.errors import NOT_SAVED, ConfigError
 from rlsys.launch.preflight import with_absolute_paths
+
+_FILE = "FILE"
+"""Key of a configuration's own file in the problems of `check_is_copied`."""
 
 
 def submit(files: Sequence[str], overrides: Sequence[str], *, address: str | None = None) -> str:
@@ -32,7 +36,7 @@ def submit(files: Sequence[str], overrides: Sequence[str], *, address: str | Non
         )
     check_is_copied(config, files, Path.cwd())
     name = f"{config.run.name}-{secrets.token_hex(3)}"
-    return JobClient.at(address).submit(name, [*files, *overrides], Path.cwd())
+    return JobClient.at(address).submit(name, [*map(os.path.relpath, files), *overrides], Path.cwd())
 
 
 def resume(job: str, overrides: Sequence[str] = (), *, address: str | None = None) -> str:
@@ -58,6 +62,12 @@ def stop(job: str, *, address: str | None = None) -> bool:
     return JobClient.at(address).stop(job)
 
 
+def has_trained(printed: str) -> bool:
+    """Return True if a job has printed the progress of a step, such as `step 3/10`, after a policy's name if there are
+    several."""
+    return re.search(r"^(\S+: )?step +\d+/\d+ ", printed, re.MULTILINE) is not None
+
+
 def tells_saved(printed: str) -> bool:
     """True if a job that was stopped has printed where, and nothing of steps that are not saved."""
     ends = [line for line in printed.splitlines() if line.startswith("rlsys: interrupted ")]
@@ -65,19 +75,21 @@ def tells_saved(printed: str) -> bool:
 
 
 def check_is_copied(config: Config, files: Sequence[str], folder: Path) -> None:
-    """Raise `ConfigError` for every file that is named by a relative path, and not in the copy of `folder`.
+    """Raise `ConfigError` for every FILE that is not in the copy of `folder`, and for every other file that is named
+    by a relative path and is not in it.
 
-    A path that is absolute is one of the cluster.
+    An absolute path in the configuration is one of the cluster.
     """
     from workers.ray.job_client import ignored_by
 
     problems: list[str] = []
-    for key, path in [*(("FILE", Path(file)) for file in files), *_named_files(config)]:
+    for key, path in [*((_FILE, Path(file)) for file in files), *_named_files(config)]:
         place = Path(os.path.abspath(path))  # noqa: PTH100  (a link is copied as what it names)
         if not place.is_relative_to(folder):
             problems.append(f"{key}: {path} is not in {folder}, which the cluster gets: move it there")
         elif (ignore := ignored_by(place, folder)) is not None:
-            problems.append(f"{key}: {path} is left out by {ignore}: take it out of there, or give an absolute path")
+            otherwise = "" if key == _FILE else ", or give an absolute path"
+            problems.append(f"{key}: {path} is left out by {ignore}: take it out of there{otherwise}")
     if problems:
         raise ConfigError("\n".join(problems))
 

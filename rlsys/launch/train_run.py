@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.config import Config
 from rlsys.config.resource_plan import plan_of
-from rlsys.errors import NOT_SAVED, CheckpointError, ClusterLost, ConfigError, Interrupted, WorkerDied, full_text
+from rlsys.errors import NOT_SAVED, ClusterLost, ConfigError, Interrupted, WorkerDied, full_text
 from rlsys.launch import preflight, run_folder
 from rlsys.launch.dashboard_process import dashboard_beside
 from rlsys.launch.device_defaults import with_device_defaults
@@ -31,7 +31,7 @@ from rlsys.launch.earlier_runs import changes_since, with_models_of_runs
 from rlsys.launch.run_lock import lock_run
 from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
-from rlsys.loop.checkpoint_files import find_latest, step_of
+from rlsys.loop.checkpoint_files import step_of
 from rlsys.loop.driver import Driver
 from rlsys.loop.multi_policy import Joint, JointRewards, JointRollouts, train_jointly
 from rlsys.loop.shared_place import check_shared
@@ -248,6 +248,8 @@ class TrainingJob:
     """Time of the command, on the monotonic clock."""
     files: Sequence[SessionFiles]
     """Files of every run, and of the whole if there are several policies."""
+    drivers: dict[str, Driver] = field(default_factory=dict, init=False)
+    """Drivers by policy; none before the workers have started."""
 
     @classmethod
     def of(
@@ -338,7 +340,7 @@ class TrainingJob:
                                 await self.train(data, interruptible)
                     self.result.steps = min(run.result.steps for run in self.runs.values())
                 except ClusterLost as lost:
-                    self._note_saved(lost)
+                    self.note_saved(lost)
                     raise
                 finally:
                     cluster.close()
@@ -356,21 +358,20 @@ class TrainingJob:
 
     def _end_stuck(self, lost: ClusterLost) -> None:
         """Emit the end for a main thread that a call into the lost cluster blocks."""
-        self._note_saved(lost)
+        self.note_saved(lost)
         self._emit_failure(lost)
         for events, _ in self._ends():
             events.close()
 
-    def _note_saved(self, lost: ClusterLost) -> None:
-        """Note in the error what can be resumed."""
+    def note_saved(self, lost: ClusterLost) -> None:
+        """Note in the error what can be resumed, as far as this process knows: the network to the checkpoints may be
+        lost too, and no call into it may block here."""
         for name, run in self.runs.items():
             policy = f"{name}: " * bool(self.config.policies)
-            try:
-                saved = find_latest(run.config.checkpoints_at)
-            except CheckpointError as error:
-                lost.add_note(f"{policy}{error}; go on with run.resume=auto")
-                continue
-            kept = "no step is saved; begin anew" if saved is None else f"step {step_of(saved)} is saved; go on"
+            saved = self.drivers[name].saver.checkpoints.last_saved if name in self.drivers else None
+            if saved is None and run.checkpoint is not None and run.checkpoint.parent == run.config.checkpoints_at:
+                saved = step_of(run.checkpoint)
+            kept = "no step is saved; begin anew" if saved is None else f"step {saved} is saved; go on"
             lost.add_note(f"{policy}{kept} with run.resume=auto")
 
     async def train(self, data: preflight.Data, stops: Interruptible) -> None:
@@ -379,7 +380,8 @@ class TrainingJob:
         try:
             machines.start()
             joint = Joint(workers.rollouts, workers.rewards) if self.config.policies else None
-            drivers = self._drivers(workers, joint, data, machines)
+            self.drivers.update(self._drivers(workers, joint, data, machines))
+            drivers = self.drivers
             for driver in drivers.values():
                 await check_shared(driver.workers, driver.saver.checkpoints.folder)
             starts = dict.fromkeys(self.runs, 0)

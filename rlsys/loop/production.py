@@ -80,7 +80,7 @@ class Production:
         assert report is not None, f"group {group.group_id} has no report"
         self.clock.add("rollout", report.busy)  # at once: events align its end with the present
         emit_busy(self.events, "pulling", report.pulls, answered_s=report.busy.end_s)
-        self.weights.note_pulls(report.pulls, answered_s=report.busy.end_s)
+        self.weights.note_pulls(rolled_out)
         try:
             await self.weights.verify(rolled_out)
         except (WorkerDied, DeadlineExceeded) as failure:

@@ -19,7 +19,8 @@ class Freshness:
     """Versions after which the groups of a version have reported the changes that they met: the staleness bound."""
     _published_s: dict[PolicyVersion, float] = field(default_factory=dict, init=False)
     _changed_s: dict[str, list[tuple[PolicyVersion, float]]] = field(default_factory=dict, init=False)
-    """By replica: the versions that it changed to, and when its gate was open."""
+    """By replica: the versions that it changed to, and when its gate was open, as reported: a long group reports an
+    older change after a newer one."""
 
     def note_publish(self, version: PolicyVersion, at_s: float) -> float | None:
         """Note the end of a publish; return the seconds that version `version - lag - 1` took, or None if a replica
@@ -27,12 +28,12 @@ class Freshness:
         self._published_s[version] = at_s
         settled = version - self.lag - 1
         began_s = self._published_s.pop(settled, None)
-        newest = {replica: changes[-1][0] for replica, changes in self._changed_s.items()}
+        newest = {replica: max(changes)[0] for replica, changes in self._changed_s.items()}
         for gone in [replica for replica, reached in newest.items() if reached < settled - RECENT]:
             del self._changed_s[gone]
-        ends = [next((at for v, at in changes if v >= settled), None) for changes in self._changed_s.values()]
+        ends = [min((at for v, at in changes if v >= settled), default=None) for changes in self._changed_s.values()]
         for replica, changes in self._changed_s.items():
-            self._changed_s[replica] = [change for change in changes if change[0] >= settled] or changes[-1:]
+            self._changed_s[replica] = [change for change in changes if change[0] >= settled] or [max(changes)]
         if began_s is None or not ends or None in ends:
             return None
         return max(end for end in ends if end is not None) - began_s

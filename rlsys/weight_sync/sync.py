@@ -8,14 +8,14 @@ training if a token's version was not acknowledged, or acknowledged with another
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from rlsys.contracts import Actor, Arrival, Published, Relays
 from rlsys.errors import DeadlineExceeded, WeightsMismatch, WorkerError
 from rlsys.monitoring.events import Events, WeightsPublished
-from rlsys.types import Acknowledged, Group, PolicyVersion, Pull
+from rlsys.types import Acknowledged, Group, PolicyVersion
 from rlsys.util.deadlines import timeout
 from rlsys.weight_sync.freshness import Freshness
 from rlsys.weight_sync.links import BYTES_PER_S, deadline_s
@@ -133,14 +133,19 @@ class WeightSync:
             self.actor.publish(version), self._deadline_s(), "actor", f"publishing version {version}"
         )
         self._num_bytes = receipt.num_bytes
-        if (took_s := self._freshness.note_publish(version, asyncio.get_running_loop().time())) is not None:
+        took_s = self._freshness.note_publish(version, asyncio.get_running_loop().time())
+        self.metrics.pop("weights/freshness_s", None)
+        if took_s is not None:
             self.metrics["weights/freshness_s"] = took_s
         self._arriving[version] = asyncio.create_task(self._arrive(receipt))
         return receipt
 
-    def note_pulls(self, pulls: Sequence[Pull], *, answered_s: float) -> None:
-        """Note weight changes of a replica, on a clock that read `answered_s` when it told them, a moment ago."""
-        self._freshness.note_pulls(pulls, asyncio.get_running_loop().time() - answered_s)
+    def note_pulls(self, group: Group) -> None:
+        """Note the weight changes that a group has reported a moment ago, to versions of its policy."""
+        report = group.report
+        assert report is not None, f"group {group.group_id} has no report"
+        pulls = [pull for pull in report.pulls if pull.policy == group.policy]
+        self._freshness.note_pulls(pulls, asyncio.get_running_loop().time() - report.busy.end_s)
 
     async def wait_for_arrival(self, version: PolicyVersion) -> str | None:
         """Return the hash of `version`, once it has arrived; None if it was never published, or is removed.

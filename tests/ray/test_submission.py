@@ -68,6 +68,8 @@ def desk(environment: dict[str, str], model_path: Path, data_path: Path, tmp_pat
     folder.mkdir()
     (folder / "tasks.jsonl").write_text(data_path.read_text())
     (folder / "my_reward.py").write_text(REWARD)
+    (folder / "workers").mkdir()
+    (folder / "workers" / "__init__.py").write_text("raise ImportError('the package of the user')\n")
     (folder / ".gitignore").write_text("tasks.jsonl\n")  # git is one thing, what the cluster gets another
     keys = dict(key.split("=", 1) for key in keys_of(model_path, data_path, tmp_path / "runs"))
     keys |= {"data.path": "tasks.jsonl", "reward.fn": "my_reward.py:digits", "run.name": "sums"}
@@ -80,7 +82,7 @@ def desk(environment: dict[str, str], model_path: Path, data_path: Path, tmp_pat
 
 
 def test_a_submitted_run_ends_though_its_client_dies(desk: Desk, tmp_path: Path) -> None:
-    with desk.start("submit", "run.yaml", "run.steps=6") as client:
+    with desk.start("submit", str(desk.folder / "run.yaml"), "run.steps=6") as client:
         assert client.stdout is not None and client.stderr is not None
         first = client.stderr.readline()
         job = first.removeprefix("job ").partition(":")[0]
@@ -131,6 +133,9 @@ def test_what_the_cluster_would_not_get_is_named_before_anything_is_sent(desk: D
     (desk.folder.parent / "other.jsonl").write_text((desk.folder / "tasks.jsonl").read_text())
     code, _, err = desk.run("submit", "run.yaml", "data.path=../other.jsonl")
     assert code == 2 and err.startswith(f"rlsys: data.path: ../other.jsonl is not in {desk.folder}, ")
+    (desk.folder.parent / "other.yaml").write_text((desk.folder / "run.yaml").read_text())
+    code, _, err = desk.run("submit", str(desk.folder.parent / "other.yaml"))
+    assert code == 2 and err.startswith(f"rlsys: FILE: {desk.folder.parent / 'other.yaml'} is not in {desk.folder}, ")
     code, _, err = desk.run("submit", "run.yaml", "run.folder=runs")
     assert code == 2 and err.startswith("rlsys: run.folder: runs is relative, and Ray deletes the folder of a job")
 

@@ -1,16 +1,16 @@
-"""A process that has imported the large libraries, and forks the workers of a local cluster.
+"""A process that has imported the large libraries, and forks the workers of a node.
 
     python -m workers.ray.fork_server LISTENER
 
-Importing torch and transformers takes a worker seconds of a processor, and all workers of a machine import the same. In
-a local cluster, Ray starts each worker by `workers.ray.fork_client`, which asks this server for a fork: it has the
-libraries already, and shares their memory. Ray is not imported here, because its constants depend on the environment,
-nor are our modules that import Ray. A process with a GPU is never forked: CUDA does not survive it. Tests fork short
-programs, too.
+Importing torch and transformers takes a worker seconds of a processor, and all workers of a machine import the same.
+Ray starts each worker without a GPU by `workers.ray.fork_client`, which asks this server for a fork: it has the
+libraries already, and shares their memory. A local cluster has one server, a joined cluster one on each node. Ray is
+not imported here, because its constants depend on the environment, nor are our modules that import Ray. A process with
+a GPU is never forked: CUDA does not survive it. Tests fork short programs, too.
 
-LISTENER is the descriptor of a socket that listens. The server ends with its standard input, whose writer is the
-process that started the cluster. A forked worker ends with its client, which is the process that the raylet knows
-until the worker reports its own.
+LISTENER is the descriptor of a socket that listens. When standard input ends, whose writer is the process that started
+the server, it removes the folder of the socket and ends. A forked worker ends with its client, which is the process
+that the raylet knows until the worker reports its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -57,12 +58,14 @@ def main() -> None:
                 import_module(name)
         gc.collect()
         gc.freeze()  # a collection in a fork would copy the pages of all these objects
-        exits = os.path.join(os.path.dirname(listener.getsockname()), EXITS)  # noqa: PTH118, PTH120
+        folder = os.path.dirname(listener.getsockname())  # noqa: PTH120
+        exits = os.path.join(folder, EXITS)  # noqa: PTH118
         os.makedirs(exits, exist_ok=True)  # noqa: PTH103
         signal.signal(signal.SIGCHLD, lambda number, frame: note_ends(exits))
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in ready:
+                shutil.rmtree(folder, ignore_errors=True)
                 return
             client, _ = listener.accept()
             if os.fork() == 0:

@@ -10,14 +10,17 @@ image of the cluster needs only what they import. It goes on when the process th
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import shlex
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -26,7 +29,7 @@ from pathlib import Path
 import aiohttp
 from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
 from ray.exceptions import AuthenticationError
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from rlsys.errors import ClusterError, ConfigError
 
@@ -54,6 +57,10 @@ class JobClient:
 
     address: str
     _client: JobSubmissionClient
+    silence_s: float = 30.0
+    """Seconds without a line of a job after which its status is asked for."""
+    answer_s: float = 20.0
+    """Seconds that the job server has to answer that."""
 
     @classmethod
     def at(cls, address: str | None) -> JobClient:
@@ -73,8 +80,9 @@ class JobClient:
         A cluster that has just started is asked again, for `READY_S`, until one of its nodes takes the job.
         """
         os.environ["RAY_RUNTIME_ENV_IGNORE_GITIGNORE"] = "1"  # `.rayignore` alone decides
-        command = f'exec env PYTHONPATH="$({_WHERE}):$PYTHONPATH" python -m rlsys.cli train {shlex.join(arguments)}'
-        with _reaching(self.address), _own_packages() as folder:
+        # -P: a package of the working directory may have the name of one of ours
+        command = f'exec env PYTHONPATH="$({_WHERE}):$PYTHONPATH" python -P -m rlsys.cli train {shlex.join(arguments)}'
+        with _own_packages() as folder, _reaching(self.address):
             environment = {
                 "working_dir": str(working_dir),
                 "py_modules": [str(folder)],
@@ -107,15 +115,54 @@ class JobClient:
     async def follow(self, job_id: str, write: Callable[[str], object]) -> int:
         """Pass on what the job has printed and prints, until it ends; return its exit code.
 
-        Waits for the job server to send lines, and to close the connection when the job has ended.
+        Waits for the job server to send lines, and to close the connection when the job has ended. Unblocked also by an
+        end of the job, or of the job server, that the connection does not show: see `_next_lines`.
         """
         with _reaching(self.address):
-            async for lines in self._client.tail_job_logs(job_id):
+            logs = self._client.tail_job_logs(job_id)
+            while (lines := await self._next_lines(job_id, logs)) is not None:
                 write(lines)
-            status, info = self._client.get_job_status(job_id), self._client.get_job_info(job_id)
-        if status not in _ENDED:
-            raise ClusterError(f"{self.address} closed the logs of job {job_id}, which is {status}: follow it again")
-        return (info.driver_exit_code if info else None) or _ENDED[status]
+            info = await self._info(job_id)
+        if info.status not in _ENDED:
+            raise ClusterError(
+                f"{self.address} closed the logs of job {job_id}, which is {info.status}: follow it again"
+            )
+        return info.driver_exit_code or _ENDED[info.status]
+
+    async def _next_lines(self, job_id: str, logs: AsyncIterator[str]) -> str | None:
+        """Return the next lines of a job's logs; None if they have ended.
+
+        Their connection has no heartbeat: after every `silence_s` without a line, the job server is asked for the
+        status of the job. If the job has ended, its last lines may still come until the next silence is over.
+        """
+        following, has_ended = asyncio.ensure_future(anext(logs, None)), False
+        try:
+            while not (await asyncio.wait([following], timeout=self.silence_s))[0]:
+                if has_ended:
+                    return None
+                has_ended = (await self._info(job_id)).status in _ENDED
+            return await following
+        finally:
+            following.cancel()
+
+    async def _info(self, job_id: str) -> JobDetails:
+        """Return status and exit code of a job. Raises `ClusterError` without an answer within `answer_s`."""
+        answer: Future[JobDetails] = Future()
+        answer.set_running_or_notify_cancel()  # a late answer is accepted, and not used
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._client.get_job_info(job_id))
+            except Exception as error:  # noqa: BLE001  (raised by the caller)
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="job-info", daemon=True).start()  # it may never end
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(answer), self.answer_s)
+        except TimeoutError as error:
+            raise ClusterError(
+                f"{self.address} has not answered for {self.answer_s:g} s; job {job_id} may go on: follow it again"
+            ) from error
 
     def stop(self, job_id: str) -> bool:
         """Ask a job to finish its step, save and end; return False if it has ended already."""

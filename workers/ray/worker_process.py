@@ -321,8 +321,11 @@ class Remote(Generic[W]):
         return await call(self.actor.beat.remote(silence_s), self.name, "answering a heartbeat", silence_s)
 
     async def raylet(self) -> Raylet:
-        """Address of the raylet that the worker's process belongs to. Asks Ray's head."""
-        return await asyncio.to_thread(_raylet_of, self.actor)
+        """Address of the raylet that the worker's process belongs to. Asks Ray's head. Raises `WorkerDied`."""
+        found = await asyncio.to_thread(_raylet_of, self.actor)
+        if found is None:
+            raise WorkerDied(self.name, "looking up its node", "Ray does not know the node of its process")
+        return found
 
     async def is_cut_off(self, raylet: Raylet) -> bool:
         """True if no connection to the worker's node succeeds from here. Asks nothing else, so that it ends."""
@@ -473,10 +476,11 @@ def _with_cause(detail: str) -> str:
     return f"{detail}; {problem}" if problem else detail
 
 
-def _raylet_of(actor: RayActor) -> Raylet:
+def _raylet_of(actor: RayActor) -> Raylet | None:
+    """Return the address of the raylet of an actor's node; None if Ray knows no such node."""
     found = cast("dict[str, Any]", ray_state.actors(actor._actor_id.hex()))
-    node = next(node for node in ray.nodes() if node["NodeID"] == found["Address"]["NodeID"])
-    return node["NodeManagerAddress"], node["NodeManagerPort"]
+    node = next((node for node in ray.nodes() if node["NodeID"] == found["Address"]["NodeID"]), None)
+    return node and (node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 def _plain_text(error: RayTaskError) -> str:

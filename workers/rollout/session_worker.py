@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from rlsys.agents.workflow import Workflow, play_or_fail
@@ -257,7 +257,9 @@ class SessionWorker:
             report=RolloutReport(
                 busy=Busy(replica, live.start_s, time.monotonic()),
                 waited_s=live.start_s - live.arrived_s,
-                pulls=tuple(pull for claim in claims for pull in claim.pulls),
+                pulls=tuple(
+                    replace(pull, policy=name) for name, of in live.policies.items() for pull in of.claim.pulls
+                ),
                 stats=claims[0].stats,
             ),
         )

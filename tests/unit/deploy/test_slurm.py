@@ -17,7 +17,10 @@ BIN = Path(sys.executable).parent
 SKIP_OPTIONS = "while case $1 in -*) true ;; *) false ;; esac; do shift; done"
 STAND_INS = {
     "scontrol": 'printf "n1\\nn2\\nn3\\n"',
-    "srun": f'echo "srun $*" >> "$LOG"; {SKIP_OPTIONS}; exec "$@"',
+    # It kills its step at TERM, as the real one does; `scancel` signals a step.
+    "srun": f'echo "srun $*" >> "$LOG"; {SKIP_OPTIONS}; export SLURM_STEP_ID=$$; "$@" & child=$!; '
+    'trap "kill -KILL $child; exit 137" TERM; echo $child > "$STEPS/$$"; wait $child',
+    "scancel": 'kill -TERM $(cat "$STEPS/${2#7.}")',
     "apptainer": f'echo "apptainer $*" >> "$LOG"; shift; {SKIP_OPTIONS}; while [ "$1" != img.sif ]; do shift; done; '
     'shift; exec "$@"',
     "sleep": 'test "$1" != 1 || set 0.05; exec /bin/sleep "$1"',
@@ -41,6 +44,7 @@ STAND_INS = {
 def submit(folder: Path, rlsys: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     """The script as Slurm would start it on three nodes, with `rlsys` replaced by a line of shell."""
     (joined := folder / "joined").mkdir()
+    (numbers := folder / "steps").mkdir()
     for name, body in {**STAND_INS, "rlsys": rlsys}.items():
         path = folder / name
         path.write_text(f"#!/bin/sh\n{body}\n")
@@ -49,6 +53,7 @@ def submit(folder: Path, rlsys: str, *arguments: str, **variables: str) -> subpr
         "PATH": f"{folder}:{os.environ['PATH']}",
         "LOG": str(folder / "log"),
         "JOINED": str(joined),
+        "STEPS": str(numbers),
         "FAILING": "",
         "HANGING": "",
         "SLURM_JOB_ID": "7",
@@ -133,6 +138,7 @@ def test_slurm_runs_all_of_rlsys_in_an_image_of_pyxis(tmp_path: Path):
     assert all(words in line for line in others)
     assert sum("ray start" in line for line in others) == 3
     assert any(line.endswith(" rlsys train job.yaml") and "--nodelist=n1" in line for line in others)
+    assert not list(tmp_path.glob(".rlsys-step-*"))
 
 
 @pytest.mark.parametrize(("restarts", "keys"), [("0", ""), ("1", " run.resume=auto")])
@@ -161,8 +167,10 @@ def test_slurm_ends_with_the_exit_code_of_the_driver(tmp_path: Path):
     assert job.returncode == 3
 
 
-def test_slurm_forwards_the_termination_warning_to_the_driver(tmp_path: Path):
-    job = submit(tmp_path, 'trap "echo saved; exit 130" TERM; echo started; while :; do sleep 0.05; done', "job.yaml")
+@pytest.mark.parametrize("image", ["", "img.sif", "rlsys+cuda.sqsh"])
+def test_slurm_forwards_the_termination_warning_to_the_driver(tmp_path: Path, image: str):
+    driver = 'trap "echo saved; exit 130" TERM; echo started; while :; do sleep 0.05; done'
+    job = submit(tmp_path, driver, "job.yaml", RLSYS_IMAGE=image)
     assert job.stdout
     assert job.stdout.readline() == "started\n"
     job.send_signal(signal.SIGTERM)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.errors import Interrupted, NoProgress
+from rlsys.errors import ClusterLost, Interrupted, NoProgress
 from rlsys.launch.run_folder import Start
 from rlsys.launch.train_run import TrainingJob
 from rlsys.testing.fake_run import fake_config
 from rlsys.types import POLICY
+from rlsys.util.any_paths import any_path
 
 
 def end_of(folder: Path, error: BaseException) -> dict[str, object]:
@@ -47,3 +48,23 @@ def test_a_run_that_stops_early_finishes_with_the_reason(tmp_path: Path, capsys:
 def test_a_signal_ends_the_run_as_interrupted(tmp_path: Path):
     end = end_of(tmp_path / "run", Interrupted("interrupted before the first step", signal.SIGHUP))
     assert (end["kind"], end["reason"]) == ("run_ended", "interrupted")
+
+
+AWAY = "memory://lost/runs"
+"""Place of checkpoints that is empty."""
+
+
+@pytest.mark.parametrize(
+    ("begins_with", "kept"),
+    [
+        (None, "no step is saved; begin anew with run.resume=auto"),
+        ("run/checkpoints/step_000006", "step 6 is saved; go on with run.resume=auto"),
+        ("other/checkpoints/step_000006", "no step is saved; begin anew with run.resume=auto"),
+    ],
+)
+def test_a_lost_cluster_is_noted_with_the_step_known_to_be_saved(tmp_path: Path, begins_with: str | None, kept: str):
+    config = fake_config(tmp_path / "run", {"checkpoint": {"to": AWAY}})
+    checkpoint = begins_with and any_path(f"{AWAY}/{begins_with}")
+    job = TrainingJob.of(config, {POLICY: config}, {POLICY: Start(checkpoint)}, time.monotonic(), progress=False)
+    job.note_saved(lost := ClusterLost("the Ray cluster is lost"))
+    assert lost.__notes__ == [kept]

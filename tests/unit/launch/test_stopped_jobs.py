@@ -3,7 +3,7 @@
 import pytest
 
 from rlsys.errors import NOT_SAVED
-from rlsys.launch.submission import tells_saved
+from rlsys.launch.submission import has_trained, tells_saved
 
 STEPS = "step 6/10  0:01 left\nstep 7/10  0:01 left\n"
 
@@ -21,3 +21,17 @@ STEPS = "step 6/10  0:01 left\nstep 7/10  0:01 left\n"
 )
 def test_a_stopped_job_counts_as_saved_only_if_it_says_so(end: str, is_saved: bool) -> None:
     assert tells_saved(STEPS + end) == is_saved
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_so"),
+    [
+        (STEPS, True),
+        ("   7.3 s  start up\nsums: step  2/10  0:09 left\n", True),
+        ("", False),
+        ("rlsys: model.path: /nowhere does not exist\n", False),
+        ("step 5 is done, and the run ends at step 5\n", False),
+    ],
+)
+def test_a_job_has_trained_once_it_shows_a_step(printed: str, is_so: bool) -> None:
+    assert has_trained(printed) == is_so

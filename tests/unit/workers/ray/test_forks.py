@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from workers.ray import fork_client
-from workers.ray.forking import FORKED, PLAIN, fork_environment
+from workers.ray.forking import FORKED, PLAIN, ForkServer, fork_environment
 
 pytestmark = pytest.mark.slow
 
@@ -92,3 +92,11 @@ def test_a_worker_on_a_machine_without_a_server_runs_the_python_of_the_driver(fo
             command = f"exec {words} {program} 'a b'"
             done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path)
             assert done.stdout.split(maxsplit=1)[1] == "['a b']\n"
+
+
+def test_a_server_removes_its_folder_when_its_starter_is_gone() -> None:
+    server = ForkServer.start()
+    assert server.process.stdin is not None
+    server.process.stdin.close()
+    assert (server.process.wait(300), server.folder.exists()) == (0, False)
+    server.close()

@@ -13,6 +13,7 @@ from rlsys.agents.workflow import Session, Workflow
 from rlsys.errors import ConfigError, WeightsMismatch, WorkerDied
 from rlsys.routing.request_router import RequestRouter
 from rlsys.types import Acknowledged, Assignment, Group, VersionSpan
+from tests.groups import report_of
 from tests.replicas import Shelf, assignment, hash_of, played, replica_of, scripted, text_of, until
 from tests.scripted_engine import ScriptedEngine
 from workers.rollout.replica import EngineReplica
@@ -70,6 +71,8 @@ def test_each_trained_policy_gets_its_own_view_of_the_group():
             assert view.weights == (Acknowledged("r", version, hash_of(version)),)
             assert [at for at, _ in view.trajectories()] == [(0, place), (1, place)]
             assert [t.policy for _, t in view.everyone()] == ["first", "second"] * 2
+        pulls = report_of((views["first"], views["second"])).pulls
+        assert [(pull.policy, pull.version) for pull in pulls] == [("first", 4), ("second", 1)]
         assert views["first"].episodes == views["second"].episodes
 
     played(trio.all, scenario)
