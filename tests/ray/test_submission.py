@@ -68,8 +68,6 @@ def desk(environment: dict[str, str], model_path: Path, data_path: Path, tmp_pat
     folder.mkdir()
     (folder / "tasks.jsonl").write_text(data_path.read_text())
     (folder / "my_reward.py").write_text(REWARD)
-    (folder / "workers").mkdir()
-    (folder / "workers" / "__init__.py").write_text("raise ImportError('the package of the user')\n")
     (folder / ".gitignore").write_text("tasks.jsonl\n")  # git is one thing, what the cluster gets another
     keys = dict(key.split("=", 1) for key in keys_of(model_path, data_path, tmp_path / "runs"))
     keys |= {"data.path": "tasks.jsonl", "reward.fn": "my_reward.py:digits", "run.name": "sums"}

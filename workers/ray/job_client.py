@@ -29,7 +29,7 @@ from pathlib import Path
 import aiohttp
 from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
 from ray.exceptions import AuthenticationError
-from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from rlsys.errors import ClusterError, ConfigError
 
@@ -122,12 +122,10 @@ class JobClient:
             logs = self._client.tail_job_logs(job_id)
             while (lines := await self._next_lines(job_id, logs)) is not None:
                 write(lines)
-            info = await self._info(job_id)
-        if info.status not in _ENDED:
-            raise ClusterError(
-                f"{self.address} closed the logs of job {job_id}, which is {info.status}: follow it again"
-            )
-        return info.driver_exit_code or _ENDED[info.status]
+            status, exit_code = await self._status(job_id)
+        if status not in _ENDED:
+            raise ClusterError(f"{self.address} closed the logs of job {job_id}, which is {status}: follow it again")
+        return exit_code or _ENDED[status]
 
     async def _next_lines(self, job_id: str, logs: AsyncIterator[str]) -> str | None:
         """Return the next lines of a job's logs; None if they have ended.
@@ -140,23 +138,25 @@ class JobClient:
             while not (await asyncio.wait([following], timeout=self.silence_s))[0]:
                 if has_ended:
                     return None
-                has_ended = (await self._info(job_id)).status in _ENDED
+                has_ended = (await self._status(job_id))[0] in _ENDED
             return await following
         finally:
             following.cancel()
 
-    async def _info(self, job_id: str) -> JobDetails:
+    async def _status(self, job_id: str) -> tuple[JobStatus, int | None]:
         """Return status and exit code of a job. Raises `ClusterError` without an answer within `answer_s`."""
-        answer: Future[JobDetails] = Future()
+        answer: Future[tuple[JobStatus, int | None]] = Future()
         answer.set_running_or_notify_cancel()  # a late answer is accepted, and not used
 
         def ask() -> None:
             try:
-                answer.set_result(self._client.get_job_info(job_id))
+                info = self._client.get_job_info(job_id)
+                assert info is not None, "Ray raises an error for a job that it does not know"
+                answer.set_result((info.status, info.driver_exit_code))
             except Exception as error:  # noqa: BLE001  (raised by the caller)
                 answer.set_exception(error)
 
-        threading.Thread(target=ask, name="job-info", daemon=True).start()  # it may never end
+        threading.Thread(target=ask, name="job-status", daemon=True).start()  # it may never end
         try:
             return await asyncio.wait_for(asyncio.wrap_future(answer), self.answer_s)
         except TimeoutError as error:

@@ -64,7 +64,7 @@ AWAY = "memory://lost/runs"
 )
 def test_a_lost_cluster_is_noted_with_the_step_known_to_be_saved(tmp_path: Path, begins_with: str | None, kept: str):
     config = fake_config(tmp_path / "run", {"checkpoint": {"to": AWAY}})
-    checkpoint = begins_with and any_path(f"{AWAY}/{begins_with}")
+    checkpoint = None if begins_with is None else any_path(f"{AWAY}/{begins_with}")
     job = TrainingJob.of(config, {POLICY: config}, {POLICY: Start(checkpoint)}, time.monotonic(), progress=False)
     job.note_saved(lost := ClusterLost("the Ray cluster is lost"))
     assert lost.__notes__ == [kept]

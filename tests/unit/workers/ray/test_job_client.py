@@ -1,10 +1,14 @@
-"""Following a job whose job server or node is lost while the connection of its logs stays open."""
+"""Jobs of a job server: the command of a new one, and logs whose connection stays open though the server is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -50,3 +54,23 @@ def test_following_ends_with_the_job_though_its_logs_stay_open() -> None:
 def test_a_job_server_that_does_not_answer_ends_the_following() -> None:
     with pytest.raises(ClusterError, match=r"^http://head:8265 has not answered for 0\.1 s; .*: follow it again$"):
         follow([JobStatus.RUNNING, None], answer_s=0.1)
+
+
+class Shell:
+    """Client of a job server that runs a job at once, in its working directory, with the path that Ray sets."""
+
+    def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict, metadata: dict) -> str:
+        folder = runtime_env["working_dir"]
+        path = os.pathsep.join([*(str(Path(module).parent) for module in runtime_env["py_modules"]), folder])
+        python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        env = {**os.environ, "PYTHONPATH": path, "PATH": python}
+        return subprocess.run(
+            ["sh", "-c", entrypoint], cwd=folder, env=env, check=True, capture_output=True, text=True
+        ).stdout
+
+
+def test_a_package_of_the_working_directory_does_not_hide_ours(tmp_path: Path) -> None:
+    (tmp_path / "rlsys").mkdir()
+    (tmp_path / "rlsys" / "__init__.py").write_text("raise ImportError('the package of the user')\n")
+    jobs = JobClient("http://head:8265", cast("JobSubmissionClient", Shell()))
+    assert "Train a model" in jobs.submit("sums-1", ["--help"], tmp_path)
