@@ -90,7 +90,7 @@ def test_a_submitted_run_ends_though_its_client_dies(desk: Desk, tmp_path: Path)
                 break
         client.kill()
     code, out, err = desk.run("logs", job)
-    assert code == 0, err
+    assert code == 0, out + err
     assert "finished after step 6" in out
     latest = find_latest(tmp_path / "runs" / "sums" / "checkpoints")
     assert latest is not None and step_of(latest) == 6
