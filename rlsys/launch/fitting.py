@@ -155,7 +155,7 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
             f"--gpus {gpus}: no worker of this configuration reserves a GPU; set resources.actor.gpus and "
             "resources.rollout.gpus, or leave them out where there is a GPU for each"
         )
-    from workers.model.memory_counts import memory_of_gpu
+    from workers.model.memory_counts import check_routing, memory_of_gpu
 
     own = memory_of_gpu() if memory is None else None
     planned = Gpus(gpus or ceil(reserved), memory or own or USUAL_GPU, is_assumed=not (memory or own))
@@ -164,6 +164,8 @@ def memory_plan(config: Config, *, gpus: int | None = None, gpu_memory: str | No
     given, config = config, with_device_defaults(config, planned.memory)
     for each in config.trained_policies.values() or [config]:
         check_rows(each)
+        if each.train.routing_replay:
+            check_routing(each.model.path)
     workers, settings = PlannedWorkers(config, planned.memory), MemorySettings.of(config)
     found = (*workers.training(settings), *workers.sampling(settings))
     published = PublishedBytes.of(config, workers.published_bytes(settings))

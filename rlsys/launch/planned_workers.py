@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlsys.algorithm import Column
 from rlsys.config import Config
+from rlsys.config.lora_section import LoraSection
 from rlsys.config.memory_plan import (
     ForwardBytes,
     Memory,
@@ -82,6 +83,8 @@ class PlannedWorkers:
         self._counted: dict[tuple[object, ...], CountedModel] = {}
         self._steps: dict[tuple[object, ...], StepBytes] = {}
         self._forwards: dict[tuple[object, ...], ForwardBytes] = {}
+        self._adapters: dict[str, int] = {}
+        self._stabilizers: dict[str, float] = {}
         """What was counted, by model and settings."""
 
     def num_gpus(self, workers: Iterable[WorkerMemory]) -> float:
@@ -91,12 +94,10 @@ class PlannedWorkers:
 
     def published_bytes(self, settings: MemorySettings) -> int:
         """Bytes of one version of the weights of all trained policies."""
-        from workers.model.memory_counts import adapter_parameters
-
         total = 0
         for own in self._config.trained_policies.values() or [self._config]:
             path, lora = own.model.path, own.train.lora
-            count = adapter_parameters(path, lora) if lora else self.sizes(path).parameters
+            count = self._adapter(path, lora) if lora else self.sizes(path).parameters
             total += VALUE_BYTES[settings.dtype] * count
         return total
 
@@ -129,10 +130,6 @@ class PlannedWorkers:
 
     def _rank(self, config: Config, settings: MemorySettings, *, is_critic: bool) -> tuple[Memory, str]:
         """Return the memory of a rank on its device, and a remark about the host's."""
-        from workers.model.memory_counts import adapter_parameters, check_routing, stabilizer_bytes
-
-        if config.train.routing_replay and not is_critic:
-            check_routing(config.model.path)
         path, key = config.model.path, "model.path"
         if is_critic and config.critic.path is not None:
             path, key = config.critic.path, "critic.path"
@@ -143,8 +140,8 @@ class PlannedWorkers:
             shards=mesh.num_shards,
             positions=-(-settings.micro_batch_tokens // mesh.context),
             value_bytes=VALUE_BYTES[settings.dtype],
-            stabilizer_bytes=0.0 if is_critic else stabilizer_bytes(config.stabilizer),
-            adapter=adapter_parameters(path, config.train.lora) if config.train.lora else None,
+            stabilizer_bytes=0.0 if is_critic else self._stabilizer(config),
+            adapter=self._adapter(path, config.train.lora) if config.train.lora else None,
             keeps_reference=config.reference.sync is not None and not is_critic,
         )
         if not settings.offload:
@@ -232,6 +229,24 @@ class PlannedWorkers:
         if one not in self._counted:
             self._counted[one] = CountedModel(path, key, mesh)
         return self._counted[one]
+
+    def _adapter(self, path: str, lora: LoraSection) -> int:
+        """Parameters of an adapter of the model at a path."""
+        from workers.model.memory_counts import adapter_parameters
+
+        key = f"{path}: {lora.model_dump_json()}"
+        if key not in self._adapters:
+            self._adapters[key] = adapter_parameters(path, lora)
+        return self._adapters[key]
+
+    def _stabilizer(self, config: Config) -> float:
+        """Bytes that a stabilizer keeps for each parameter of a rank."""
+        from workers.model.memory_counts import stabilizer_bytes
+
+        key = repr(config.stabilizer)
+        if key not in self._stabilizers:
+            self._stabilizers[key] = stabilizer_bytes(config.stabilizer)
+        return self._stabilizers[key]
 
     def sizes(self, path: str, key: str = "model.path") -> ModelSizes:
         """Sizes of the model at a path, the value of `key`. Raises `ModelError`."""
