@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rlsys.algorithm import REFERENCE_COLUMNS, Column
+from rlsys.config.memory_plan import VLLM_SHARE, vllm_share
 from rlsys.config.server_section import ServerSection
 from rlsys.contracts import Composer, PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from rlsys.config.run_sections import WorkerRole
 
 W = TypeVar("W")
-VLLM_MEMORY = 0.9
-"""Share of a GPU's memory that all engines of a replica use together, unless `rollout.vllm_args` sets one per
-engine."""
 PROBE_TOKENS = 32
 MODEL_PATIENCE = 5
 """Multiple of `limits.silence_s` that actor, critic and reference may be silent."""
@@ -412,8 +410,9 @@ def _replica_spec(
     """Specification of one of the `num_engines` engines that share the replica's GPUs."""
     rollout = config.rollout
     is_trained = pulls == "newest"
-    # By default, each of several engines on a GPU would use nearly all of its memory.
-    share_of_memory = {"gpu_memory_utilization": VLLM_MEMORY / num_engines} if num_engines > 1 else {}
+    # By default, each of several engines on a GPU, or one on a part of it, would use nearly all of its memory.
+    share = vllm_share(config.resources["rollout"].num_gpus, rollout.tensor_parallel, num_engines)
+    share_of_memory = {"gpu_memory_utilization": share} if share != VLLM_SHARE else {}
     engine = replace(
         EngineSpec.of(config),
         model_path=model_path,

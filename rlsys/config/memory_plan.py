@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
+VLLM_SHARE = 0.92
+"""Part of a GPU's memory that one vLLM takes by default (`gpu_memory_utilization`)."""
+VLLM_MEMORY = 0.9
+"""Part that several vLLMs of a replica take together by default."""
 MASTER_BYTES = 4
 """Bytes of a weight, of a gradient and of each of AdamW's two moments in the state of a rank, which is fp32."""
 
@@ -306,3 +310,10 @@ def table_of(workers: Sequence[WorkerMemory]) -> Iterator[str]:
 
 def _label(owner: str) -> str:
     return "KV cache" if owner == "kv_cache" else owner
+
+
+def vllm_share(num_gpus: float, tensor_parallel: int, num_engines: int) -> float:
+    """Part of each GPU's memory that one vLLM takes by default: of a replica with `num_engines` of them, which reserves
+    `num_gpus` for `tensor_parallel` devices. A fraction of a GPU is that fraction of its memory."""
+    whole = VLLM_SHARE if num_engines == 1 else VLLM_MEMORY / num_engines
+    return whole * (min(1.0, num_gpus / tensor_parallel) or 1.0)

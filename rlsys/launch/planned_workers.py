@@ -23,6 +23,7 @@ from rlsys.config.memory_plan import (
     gigabytes,
     rank_memory,
     slots_memory,
+    vllm_share,
 )
 from rlsys.config.mesh_section import MeshSection
 from rlsys.config.train_section import ActivationCheckpointing
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
 
 USABLE = 0.9
 """Part of a GPU's memory for the tensors of a rank. The rest is for CUDA's context, NCCL, and fragmentation."""
-VLLM_SHARE = 0.92
-"""Part of a GPU's memory that one vLLM takes by default (`gpu_memory_utilization`)."""
-VLLM_MEMORY = 0.9
-"""Part that several vLLMs of a replica take together by default."""
 VLLM_POSITIONS = 8192
 """Positions of one step of vLLM on a large GPU by default (`max_num_batched_tokens`)."""
 PREFILL_POSITIONS = 4096
@@ -196,7 +193,8 @@ class PlannedWorkers:
 
     def _share(self, config: Config, num_engines: int) -> float:
         """Part of a GPU's memory that one engine takes."""
-        default = VLLM_SHARE if num_engines == 1 else VLLM_MEMORY / num_engines
+        num_gpus, shards = config.resources["rollout"].num_gpus, config.rollout.tensor_parallel
+        default = vllm_share(num_gpus, shards, num_engines)
         return config.rollout.vllm_args.get("gpu_memory_utilization", default)
 
     def _sequences(self, settings: MemorySettings, memory: Memory) -> str:

@@ -131,6 +131,13 @@ def test_a_rank_on_half_of_a_gpu_has_half_of_its_memory():
     assert ranks.limit == 36_000_000_000
 
 
+def test_a_replica_on_half_of_a_gpu_has_half_of_its_memory():
+    whole, half = (plan(f"resources.rollout.gpus={gpus}").workers[1] for gpus in (1, 0.5))
+    assert whole.limit is not None and half.limit is not None
+    assert half.limit == whole.limit / 2
+    assert half.memory.total <= half.limit
+
+
 def test_a_cache_without_room_for_a_sequence_does_not_fit():
     planned = plan("rollout.vllm_args={gpu_memory_utilization: 0.2}")
     assert not planned.workers[1].fits

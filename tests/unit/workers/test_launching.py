@@ -86,9 +86,12 @@ def test_only_replicas_that_train_hold_several_versions(tmp_path, overrides, num
         (1, [], {}),
         (3, [], {"gpu_memory_utilization": pytest.approx(0.3)}),
         (3, ["rollout.vllm_args={gpu_memory_utilization: 0.2}"], {"gpu_memory_utilization": 0.2}),
+        (1, ["resources.rollout.gpus=1"], {}),
+        (1, ["resources.rollout.gpus=0.5"], {"gpu_memory_utilization": pytest.approx(0.46)}),
+        (1, ["resources.rollout.gpus=2", "rollout.tensor_parallel=2", "rollout.engine=vllm"], {}),
     ],
 )
-def test_several_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overrides, expected):
+def test_engines_share_the_memory_of_a_gpu(tmp_path, num_engines, overrides, expected):
     spec = _replica_spec(config(tmp_path, *overrides), "model", "newest", num_engines)
     assert spec.engine.vllm_args == expected
 
