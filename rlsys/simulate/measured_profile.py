@@ -157,6 +157,11 @@ def profile_of(config: Config, events: Sequence[tuple[Event, float]], turns: Tur
     def lasting(activity: str) -> list[float]:
         return [e.end_s - e.start_s for e, _ in events if isinstance(e, WorkerBusy) and e.activity == activity]
 
+    arrived_s = [time_s for event, time_s in events if isinstance(event, WeightsPublished)]
+    pulls = [e for e, _ in events if isinstance(e, WorkerBusy) and e.activity == "pulling"]
+    # A replica may wait for the version to arrive.
+    loads_s = [e.end_s - max([e.start_s, *(at_s for at_s in arrived_s if at_s < e.end_s)]) for e in pulls]
+
     if not (groups and published and len(steps) > 1):
         raise DataError(f"{source} has too few events: a profile needs two steps and the groups that they trained")
     decoding = Steps.of(groups, config.slots)
@@ -204,7 +209,7 @@ def profile_of(config: Config, events: Sequence[tuple[Event, float]], turns: Tur
         *_entry("  push_bytes_per_s", last.num_bytes / stall_s, "measured: median stall of a publish"),
         *_entry("  link_bytes_per_s", last.num_bytes / sent_s, "measured: median until the first relay had a version"),
         *_entry("  link_latency_s", 0.0, "assumed: part of the above"),
-        *_entry("  load_s", median(lasting("pulling") or [0.0]), "measured: median of a replica"),
+        *_entry("  load_s", median(loads_s or [0.0]), "measured: median of a replica, from the version's arrival on"),
     ]
     if restarts:
         lines += _entry("restart_s", median(restarts), "measured")

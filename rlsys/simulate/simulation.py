@@ -139,7 +139,7 @@ class Simulation:
             config,
             workers,
             TaskSource(tasks(NUM_TASKS), seed=profile.seed),
-            Events([self]),
+            Events([self], now),
             constants=profile.constants,
         )
         for seconds, happens in self.incidents:
