@@ -36,13 +36,16 @@ from tests.jobs import write_model, write_tasks
 from tests.ray.commands import ENDLESS
 
 RATE, BYTES_PER_S = "100mbit", 12.5e6 * 1448 / 1538
-"""The second one is for what is in the frames of Ethernet, IP and TCP."""
+"""Rate of a cable, and the bytes of it that are left for what frames of Ethernet, IP and TCP carry."""
 DELAY_MS = 10.0
 SETTLING = 4
 """Steps that are left out."""
 NUM_STEPS = {"full": 14, "short": 4}
 KEYS = ("rollout.replicas=2", "resources.rollout.cpus=3", "resources.actor.cpus=4", "reward.workers=0",
         "checkpoint.every=0", "checkpoint.every_s=0", "record.rollouts_every=2", f"run.steps={ENDLESS}")  # fmt: skip
+SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
+         "num_key_value_heads": 6, "head_dim": 64}  # fmt: skip
+"""Those of a policy with 14 million parameters."""
 LARGE = ("model.path=/mnt/given/large", "model.dtype=bfloat16")
 CASES = {"tiny": (), "whole": (*LARGE, "train.lr=1e-2"), "delta": (*LARGE, "train.lr=1e-6")}
 
@@ -55,7 +58,7 @@ class Measured:
     num_sent: float
     num_bytes: float
     profile: str
-    """That which rlsys makes of it."""
+    """Profile that rlsys makes of the run, as YAML."""
 
 
 def main() -> None:
@@ -66,7 +69,7 @@ def main() -> None:
     num_steps = NUM_STEPS[arguments.size]
     with tempfile.TemporaryDirectory(prefix="fresh_") as folder, Lab.open(Path(folder), 3, has_shared_disk=True) as lab:
         give(lab, write_model(Path(folder, "model")), write_tasks(Path(folder, "tasks.jsonl")))
-        write_large(lab.given / "large")
+        write_model(lab.given / "large", **SIZES)
         lab.start_ray(num_cpus=(4, 3, 3))
         calm = {case: measure(lab, case, num_steps) for case in CASES}
         for host in lab.hosts.values():
@@ -80,7 +83,7 @@ def main() -> None:
 
 
 def compare(calm: Measured, slow: Measured, latency_s: float) -> dict[str, float]:
-    """Simulate a run on slow links; return what it should have been, and was."""
+    """Simulate a run on slow links; return its freshness as simulated, as measured, and as measured without limits."""
     links = {"num_bytes": round(slow.num_sent), "link_bytes_per_s": BYTES_PER_S, "link_latency_s": latency_s,
              "load_s": calm.freshness_s}  # fmt: skip
     keys = ["gpus_per_node=1", *(f"weights.{key}={value}" for key, value in links.items())]
@@ -115,31 +118,6 @@ def measure(lab: Lab, case: str, num_steps: int) -> Measured:
 
 def _middle(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return median(row[key] for row in rows)
-
-
-def write_large(folder: Path) -> None:
-    """Write a random model of 14 million parameters with the tokenizer of `examples.sort`."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from examples.tiny_policy import build_tokenizer
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=90,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        head_dim=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class WorkerError(RlsysError):
     """Failure of one worker in one phase. `worker` is its name, `phase` its activity."""
 
     is_reported = False
-    """True if there is an event of it: whoever meets it emits none."""
+    """True if an event has told of the failure: code that catches the error emits no second one."""
 
     def __init__(self, worker: str, phase: str, detail: str) -> None:
         super().__init__(f"{worker} while {phase}: {detail}")

@@ -35,12 +35,12 @@ def config_of(model_path: Path | str, data_path: Path, folder: Path, overrides: 
     return Config.load([], [*keys_of(model_path, data_path, folder), *overrides])
 
 
-def write_model(folder: Path) -> Path:
-    """Write a random model of 12,000 parameters with the tokenizer of `examples.sort`; return its folder."""
+def write_model(folder: Path, **changes: int) -> Path:
+    """Write a random model with the tokenizer of `examples.sort`, see `tiny_sorter`; return its folder."""
     from examples.tiny_policy import build_tokenizer
     from tests.models import tiny_sorter
 
-    tiny_sorter().save_pretrained(folder)
+    tiny_sorter(**changes).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
 

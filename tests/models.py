@@ -67,23 +67,25 @@ def tiny_qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).eval()
 
 
-def tiny_sorter(head_dim: int = 16) -> Qwen3ForCausalLM:
-    """About 12,000 random parameters over the 90 symbols of `examples.sort`. vLLM needs heads of 32 or more."""
+def tiny_sorter(**changes: int) -> Qwen3ForCausalLM:
+    """About 12,000 random parameters over the 90 symbols of `examples.sort`, unless `changes` are of sizes. vLLM needs
+    a `head_dim` of 32 or more."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=90,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": 90,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **changes,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**sizes))
 
 
 def save_model(folder: Path, model: torch.nn.Module) -> str:

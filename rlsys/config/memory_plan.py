@@ -313,7 +313,9 @@ def _label(owner: str) -> str:
 
 
 def vllm_share(num_gpus: float, tensor_parallel: int, num_engines: int) -> float:
-    """Part of each GPU's memory that one vLLM takes by default: of a replica with `num_engines` of them, which reserves
-    `num_gpus` for `tensor_parallel` devices. A fraction of a GPU is that fraction of its memory."""
+    """Return the part, 0 to 1, of each GPU's memory that one vLLM takes by default. Its replica has `num_engines` of
+    them, and reserves `num_gpus` for `tensor_parallel` devices: a fraction of a GPU is that fraction of its memory.
+    Without GPUs, as with whole ones.
+    """
     whole = VLLM_SHARE if num_engines == 1 else VLLM_MEMORY / num_engines
     return whole * (min(1.0, num_gpus / tensor_parallel) or 1.0)

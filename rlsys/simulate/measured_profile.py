@@ -8,6 +8,7 @@ A run does not tell everything that a profile has. What is assumed says so.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -157,11 +158,14 @@ def profile_of(config: Config, events: Sequence[tuple[Event, float]], turns: Tur
     def lasting(activity: str) -> list[float]:
         return [e.end_s - e.start_s for e, _ in events if isinstance(e, WorkerBusy) and e.activity == activity]
 
-    arrived_s = [time_s for event, time_s in events if isinstance(event, WeightsPublished)]
-    pulls = [e for e, _ in events if isinstance(e, WorkerBusy) and e.activity == "pulling"]
-    # A replica may wait for the version to arrive.
-    loads_s = [e.end_s - max([e.start_s, *(at_s for at_s in arrived_s if at_s < e.end_s)]) for e in pulls]
+    arrived_s = sorted(time_s for event, time_s in events if isinstance(event, WeightsPublished))
 
+    def load_s(pull: WorkerBusy) -> float:
+        """Return the seconds of a pull from the version's arrival on, for which the replica may have waited."""
+        place = bisect_left(arrived_s, pull.end_s)
+        return pull.end_s - max(pull.start_s, arrived_s[place - 1] if place else 0.0)
+
+    loads_s = [load_s(e) for e, _ in events if isinstance(e, WorkerBusy) and e.activity == "pulling"]
     if not (groups and published and len(steps) > 1):
         raise DataError(f"{source} has too few events: a profile needs two steps and the groups that they trained")
     decoding = Steps.of(groups, config.slots)

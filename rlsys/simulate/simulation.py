@@ -114,7 +114,7 @@ class Simulation:
         self.marks = [_Mark(0.0, Used(), 0, 0, 0)]
         """One mark before the first step, and one after each."""
         self._freshness_s: list[float | None] = []
-        """That of each step."""
+        """`weights/freshness_s` of each step."""
 
     def run(self) -> Report:
         """Run to the end. Raises what the driver raises."""

@@ -1,4 +1,4 @@
-"""Runs during which something happens to one of their hosts, and how long their steps take."""
+"""Runs during which something happens to one of their hosts, and the seconds of their steps."""
 
 from __future__ import annotations
 
@@ -88,9 +88,13 @@ def suffer(
 def cut_off(lab: Lab, number: int, seconds: float, overrides: Sequence[str], *, driver: int = 1) -> Outage:
     """Pull the cable of a host for a while, or for ever."""
     host = lab.host(number)
-    heal = None if seconds == inf else lambda: host.set_link(is_up=True)
-    begin = lambda _: host.set_link(is_up=False)  # noqa: E731
-    return suffer(lab, overrides, begin, heal, lasts_s=0.0 if heal is None else seconds, driver=driver)
+
+    def pull(_: LabRun) -> None:
+        host.set_link(is_up=False)
+
+    if seconds == inf:
+        return suffer(lab, overrides, pull, driver=driver)
+    return suffer(lab, overrides, pull, lambda: host.set_link(is_up=True), lasts_s=seconds, driver=driver)
 
 
 def _num_twice(run: LabRun) -> int:

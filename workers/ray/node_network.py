@@ -18,7 +18,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Variables with the name of the interface; NCCL takes the beginning of a name, or `=NAME`."""
 _LIBRARIES = ("GLOO_", "NCCL_")
 _LISTENERS: dict[tuple[str, int], socket.socket] = {}
-"""By address and port. Between the choice of a port and its use, nobody else can take it."""
+"""Sockets that listen, by address and port: between the choice of a port and its use, no other process takes it."""
 
 
 def environment_of(interface: str) -> Mapping[str, str]:

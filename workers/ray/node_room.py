@@ -1,4 +1,4 @@
-"""What each node of a cluster has for workers, and whether those of a run fit, before any starts."""
+"""Room of each node of a cluster, and the check that the workers of a run fit, before any of them starts."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class RemoteReplica:
         self._unsent: list[Request] = []
         self._reading: asyncio.Task[None] | None = None
         self._loss: asyncio.Future[WorkerError] | None = None
-        """What the calls end with that wait for an answer, once the replica is given up."""
+        """Gets the error that pending calls raise, once the replica is given up; None if no call has waited since."""
         self._background: set[asyncio.Task[Any]] = set()
 
     @property
@@ -102,14 +102,12 @@ class RemoteReplica:
         raise await asyncio.shield(self._loss)
 
     async def _call(self, method: Callable[..., Any], *arguments: object, **options: object) -> Any:  # noqa: ANN401
-        """Call a method of the replica for this policy. One that Ray cannot reach, but does not know to be dead, has
-        exceeded its deadline, and may come back."""
+        """Call a method of the replica for this policy. Raises `DeadlineExceeded` if Ray cannot reach the replica, and
+        does not know it to be dead: it may come back."""
         try:
             return await self._worker.call(method, self._policy, *arguments, **options)
         except WorkerDied as death:
-            if (silence := _as_silence(death)) is not death:
-                raise silence from death
-            raise
+            raise _as_silence(death) from death.__cause__
 
     def _submit(self, request: Request) -> None:
         if self._reading is None or self._reading.done():
@@ -168,7 +166,7 @@ def _as_silence(error: RlsysError) -> RlsysError:
 
 
 async def _answer_of(asked: asyncio.Task[T]) -> T:
-    """Return the result of a task, which goes on if nobody waits for it any more."""
+    """Return the result of a task, which goes on if the caller is cancelled."""
     return await asyncio.shield(asked)
 
 
