@@ -121,8 +121,8 @@ def test_requests_of_a_dead_replica_go_on_elsewhere_from_their_last_tokens(clust
         assert all(len(turn.output_ids) == NUM_TOKENS for turn in tokens)
         after = await sampled(pool)
         total = before["rollout-0"] + sum(num for name, num in after.items() if name != "rollout-0")
-        num_again = total - 4 * SIZE * NUM_TOKENS
-        assert 0 <= num_again <= before["rollout-0"] / 2, "some were on their way, more on a busy machine; not all"
+        num_again = total - 4 * SIZE * NUM_TOKENS  # below 0 by what it sampled between the count and its death
+        assert num_again <= before["rollout-0"] / 2, "some were on their way, more on a busy machine; not all"
         assert not any("session" in failure.worker for failure in crew.failures)
 
     crew.played(scenario)
@@ -134,13 +134,14 @@ def test_requests_of_an_only_replica_wait_for_its_successor(cluster):
 
     async def scenario(pool: RolloutPool) -> None:
         group = asyncio.create_task(pool.run(assignment(7)))
-        before = await busy(pool, SIZE * 100)
+        await busy(pool, SIZE * 100)
         pool.members[0].worker.kill()
-        (done,) = await group
+        end = await group
         after = await sampled(pool)
-        assert done.replica in ("rollout-0", "rollout-0.1")
+        assert end[0].replica in ("rollout-0", "rollout-0.1")
         assert after["rollout-0.1"] < SIZE * NUM_TOKENS, "it goes on, and does not begin again"
-        assert before["rollout-0"] + after["rollout-0.1"] >= SIZE * NUM_TOKENS
+        turns = [turn for episode in payload_of(end) for turn in episode.trajectories[0].turns]
+        assert [len(turn.output_ids) for turn in turns] == [NUM_TOKENS] * SIZE
         assert crew.recovered == ["rollout-0"]
 
     crew.played(scenario)
