@@ -10,7 +10,7 @@ from rlsys.simulate.profile import TRANSFER_S, Profile
 from rlsys.testing.fake_pools import now
 from rlsys.testing.fake_world import FakeWorld
 from rlsys.types import Group, PolicyVersion, Ref
-from rlsys.weight_sync.links import Link
+from rlsys.weight_sync.links import slowest
 from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, VersionPart
 from rlsys.weight_sync.relay import Announcement, Origin, Relay, broadcast
 
@@ -64,7 +64,7 @@ class SimCluster(FakeWorld):
         buckets = tuple(Bucket(name, size + (i < rest), ()) for i, name in enumerate(names))
         origin = Origin("actor", ACTOR_NODE, {bucket.hash: bucket for bucket in buckets})
         announcement = Announcement(VersionPart(version, 0, 1, buckets), origin, self.num_bytes, 0.0)
-        link = Link(self.profile.weights.link_bytes_per_s, self.profile.weights.link_latency_s)
+        link = slowest([(await relay.holding()).link for relay in self.relays])
         await asyncio.gather(*await broadcast(self.relays, announcement, TRANSFER_S, link))
         self.arrived_s[version] = now() - began_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 BYTES_PER_S = 1.25e9
@@ -26,10 +27,20 @@ class Link:
     is_measured: bool = False
 
     def after(self, num_bytes: int, seconds: float) -> Link:
-        """Return the link with one more measurement: a bucket of `num_bytes` that took `seconds`."""
-        speed = num_bytes / max(seconds, 1e-9)
-        mean = self.bytes_per_s + WEIGHT * (speed - self.bytes_per_s) if self.is_measured else speed
-        return Link(mean, self.hop_s, is_measured=True)
+        """Return the link with one more measurement: a bucket of `num_bytes` that took `seconds` of the link.
+
+        The mean is of seconds per byte, so that buckets that share the link and arrive together count as they should:
+        the first took the seconds of all, the others none.
+        """
+        pace = max(seconds, 1e-9) / num_bytes
+        old = 1 / self.bytes_per_s
+        mean = old + WEIGHT * (pace - old) if self.is_measured else pace
+        return Link(1 / mean, self.hop_s, is_measured=True)
+
+
+def slowest(links: Iterable[Link]) -> Link:
+    """Return the slowest of the links that were measured; a `Link` of default values if none was."""
+    return min((link for link in links if link.is_measured), key=lambda link: link.bytes_per_s, default=Link())
 
 
 def deadline_s(least_s: float, num_bytes: int, bytes_per_s: float) -> float:

@@ -188,6 +188,8 @@ class Relay:
         self._is_short = False
         """True once the lack of memory for local copies was reported."""
         self._link = Link()
+        self._received_s = -math.inf
+        """Time at which the last bucket arrived."""
 
     # ------------------------------------------------------------------------------------------------------- broadcast
 
@@ -446,9 +448,11 @@ class Relay:
         source, and the next version with this bucket tries to copy it again. Raises `WeightsMismatch` if the bytes do
         not match the manifest."""
         try:
-            began_s = asyncio.get_running_loop().time()
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
             data = await self._from(source, self._store.fetch(ref, source.name), phase)
-            self._link = self._link.after(bucket.num_bytes, asyncio.get_running_loop().time() - began_s)
+            busy_since_s, self._received_s = max(began_s, self._received_s), loop.time()
+            self._link = self._link.after(bucket.num_bytes, self._received_s - busy_since_s)
             came = await self._store.digest(data)
             if came != bucket.hash:
                 raise WeightsMismatch(source.name, phase, f"bucket {bucket.hash} arrived as {came}")
@@ -550,7 +554,7 @@ async def broadcast(
     """
     part = announcement.part
     phase = f"receiving the announcement of version {part.version}"
-    parent_of = parents(len(relays), part.num_bytes, len(part.buckets), link or Link())
+    parent_of = parents(len(relays), announcement.num_sent, len(part.buckets), link or Link())
     announcements = [
         asyncio.ensure_future(with_deadline(relay.announce(announcement), transfer_s / TRIES, relay.name, phase))
         for relay in relays

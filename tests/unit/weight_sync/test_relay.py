@@ -105,12 +105,20 @@ def test_a_tree_is_as_fast_as_its_cost_model_says():
 def test_relays_measure_the_links_over_which_they_receive():
     async def main() -> None:
         chain = Net(bytes_per_s=2000.0).chain(2)
-        await sent(chain, announced(0, ["a", "b"], 1000))
+        await sent(chain, announced(0, list("abcdef"), 1000))
         for node in chain:
             link = (await node.holding()).link
-            assert link.is_measured and 500 <= link.bytes_per_s <= 2000, "two buckets share a link"
+            assert link.is_measured and link.bytes_per_s == pytest.approx(2000), "buckets wait for each other"
 
     run_virtual(main())
+
+
+def test_buckets_that_share_a_link_and_arrive_together_count_as_one():
+    link = Speed()
+    for _ in range(9):
+        for seconds in (3.0, 0.0, 0.0):
+            link = link.after(1000, seconds)
+    assert link.bytes_per_s == pytest.approx(1000, rel=0.3)
 
 
 # ------------------------------------------------------------------------------------------------------------ the ranks
