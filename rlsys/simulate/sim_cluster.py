@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 from rlsys.simulate.profile import TRANSFER_S, Profile
 from rlsys.testing.fake_pools import now
 from rlsys.testing.fake_world import FakeWorld
 from rlsys.types import Group, PolicyVersion, Ref
-from rlsys.weight_sync.links import slowest
+from rlsys.weight_sync.links import Link
 from rlsys.weight_sync.manifest import BUCKET_BYTES, Bucket, VersionPart
 from rlsys.weight_sync.relay import Announcement, Origin, Relay, broadcast
 
 MAX_BUCKETS = 32
-"""Most buckets of a version: each bucket is an event at every relay."""
+"""Most buckets of a version: each bucket is an event at every relay, and stands for several of a run."""
 ACTOR_NODE = "actor"
 
 
@@ -32,9 +34,13 @@ class SimCluster(FakeWorld):
             restart_s=profile.restart_s,
         )
         self.profile = profile
-        self.num_buckets = min(-(-weights.num_bytes // BUCKET_BYTES), MAX_BUCKETS)
+        self.num_chunks = -(-weights.num_bytes // BUCKET_BYTES)
+        """Buckets of a version in a run."""
+        self.num_buckets = min(self.num_chunks, MAX_BUCKETS)
         places = [ACTOR_NODE, *(f"node-{i}" for i in range(profile.num_relays))]
-        self.relays = [Relay(f"relay-{p}", p, _Link(profile, is_local=p == ACTOR_NODE), TRANSFER_S) for p in places]
+        wires = _Wires(weights.num_bytes / self.num_chunks / weights.link_bytes_per_s)
+        links = {p: _Link(f"relay-{p}", profile, wires, is_local=p == ACTOR_NODE) for p in places}
+        self.relays = [Relay(f"relay-{p}", p, link, TRANSFER_S) for p, link in links.items()]
         self.arrived_s: dict[PolicyVersion, float] = {}
         """Seconds from a publish to the version's arrival at every relay."""
         self._sending: set[asyncio.Task[None]] = set()
@@ -64,28 +70,48 @@ class SimCluster(FakeWorld):
         buckets = tuple(Bucket(name, size + (i < rest), ()) for i, name in enumerate(names))
         origin = Origin("actor", ACTOR_NODE, {bucket.hash: bucket for bucket in buckets})
         announcement = Announcement(VersionPart(version, 0, 1, buckets), origin, self.num_bytes, 0.0)
-        link = slowest([(await relay.holding()).link for relay in self.relays])
-        await asyncio.gather(*await broadcast(self.relays, announcement, TRANSFER_S, link))
+        link = Link(self.profile.weights.link_bytes_per_s)  # as relays measure it
+        await asyncio.gather(*await broadcast(self.relays, announcement, TRANSFER_S, link, self.num_chunks))
         self.arrived_s[version] = now() - began_s
 
 
-class _Link:
-    """Link into one relay, which transfers one bucket at a time. A `Store` whose data are `Bucket` objects.
+@dataclass
+class _Wires:
+    """Times of all links of a cluster."""
 
-    That of the actor's node finds them in the host's memory, where a publish has left them.
+    chunk_s: float
+    """Seconds that one bucket of a run is under way: so much later than a relay, the next one may begin to receive."""
+    sending_until_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Time at which each source has sent all that it was asked for."""
+    begun_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Time at which each relay began to receive each bucket."""
+
+
+class _Link:
+    """Link into one relay. A node sends one bucket at a time, and receives one at a time, beside that. A `Store` whose
+    data are `Bucket` objects.
+
+    That of the actor's node finds them in the host's memory, where a publish has left them. A bucket that stands for
+    several is passed on while it comes in.
     """
 
-    def __init__(self, profile: Profile, *, is_local: bool) -> None:
+    def __init__(self, name: str, profile: Profile, wires: _Wires, *, is_local: bool) -> None:
+        """`name` is that of the relay."""
         weights = profile.weights
+        self._name, self._wires = name, wires
         self._bytes_per_s = inf if is_local else weights.link_bytes_per_s
         self._latency_s = 0.0 if is_local else weights.link_latency_s
         self._free_s = 0.0
-        """Time at which the last bucket of the link arrives."""
+        """Time at which the last bucket of the link is here, but for the latency."""
 
     async def fetch(self, ref: Ref, source: str) -> object:
         assert isinstance(ref, Bucket)
-        self._free_s = max(now(), self._free_s) + ref.num_bytes / self._bytes_per_s
-        await asyncio.sleep(self._free_s + self._latency_s - now())
+        wires, took_s = self._wires, ref.num_bytes / self._bytes_per_s
+        there_s = wires.begun_s.get((source, ref.hash), inf) + min(took_s, wires.chunk_s) + self._latency_s
+        begins_s = max(min(now(), there_s), self._free_s, wires.sending_until_s[source])
+        wires.begun_s[self._name, ref.hash] = begins_s
+        self._free_s = wires.sending_until_s[source] = begins_s + took_s
+        await asyncio.sleep(max(0.0, self._free_s + self._latency_s - now()))
         return ref
 
     async def digest(self, data: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 BYTES_PER_S = 1.25e9
@@ -36,11 +35,6 @@ class Link:
         old = 1 / self.bytes_per_s
         mean = old + WEIGHT * (pace - old) if self.is_measured else pace
         return Link(1 / mean, self.hop_s, is_measured=True)
-
-
-def slowest(links: Iterable[Link]) -> Link:
-    """Return the slowest of the links that were measured; a `Link` of default values if none was."""
-    return min((link for link in links if link.is_measured), key=lambda link: link.bytes_per_s, default=Link())
 
 
 def deadline_s(least_s: float, num_bytes: int, bytes_per_s: float) -> float:

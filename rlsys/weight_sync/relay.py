@@ -544,9 +544,14 @@ class Relay:
 
 
 async def broadcast(
-    relays: Sequence[ChainMember], announcement: Announcement, transfer_s: float, link: Link | None = None
+    relays: Sequence[ChainMember],
+    announcement: Announcement,
+    transfer_s: float,
+    link: Link | None = None,
+    num_chunks: int | None = None,
 ) -> list[asyncio.Task[None]]:
-    """Start sending a part to `relays`, the first of which is on the rank's node, over links like `link`.
+    """Start sending a part to `relays`, the first of which is on the rank's node, over links like `link`, in so many
+    chunks: None for its buckets.
 
     Returns a task for each relay at once. It ends when that relay has the part, or newer versions overtook it (see
     `Relay.accept`), or with the relay's error. A relay is a source for later ones once it has answered the
@@ -554,7 +559,7 @@ async def broadcast(
     """
     part = announcement.part
     phase = f"receiving the announcement of version {part.version}"
-    parent_of = parents(len(relays), announcement.num_sent, len(part.buckets), link or Link())
+    parent_of = parents(len(relays), announcement.num_sent, num_chunks or len(part.buckets), link or Link())
     announcements = [
         asyncio.ensure_future(with_deadline(relay.announce(announcement), transfer_s / TRIES, relay.name, phase))
         for relay in relays

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -127,12 +128,15 @@ def test_recomputing_keys_and_values_costs_what_keeping_them_does_not():
 
 def test_repacking_raises_throughput_and_trains_the_identical_groups():
     profile: dict[str, Any] = {"gpus": 32, "groups_per_step": 48, "max_staleness": 3, "decode": {"sequence_s": 2e-5}}
-    off, on = (ran(16, **profile, repack_s=s) for s in (0.0, 2.0))
-    assert on.report.moved_groups > 0
-    assert on.report.generated_tokens_per_s > 1.1 * off.report.generated_tokens_per_s
-    assert on.report.kv_used > off.report.kv_used
-    assert [g.group_id for g in on.trained_groups] == [g.group_id for g in off.trained_groups]
-    assert [g.num_trained for g in on.trained_groups] == [g.num_trained for g in off.trained_groups]
+    gains: list[float] = []
+    for seed in range(3):
+        off, on = (ran(16, **profile, seed=seed, repack_s=s) for s in (0.0, 2.0))
+        assert on.report.moved_groups > 0
+        gains.append(on.report.generated_tokens_per_s / off.report.generated_tokens_per_s)
+        assert on.report.kv_used > off.report.kv_used
+        assert [g.group_id for g in on.trained_groups] == [g.group_id for g in off.trained_groups]
+        assert [g.num_trained for g in on.trained_groups] == [g.num_trained for g in off.trained_groups]
+    assert fmean(gains) > 1.1 and min(gains) > 1.0, gains
 
 
 def test_dead_replicas_lose_no_group_and_little_throughput():

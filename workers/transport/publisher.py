@@ -14,7 +14,7 @@ from ray.exceptions import ObjectLostError
 
 from rlsys.errors import DeadlineExceeded, WorkerDied
 from rlsys.types import PolicyVersion, Ref
-from rlsys.weight_sync.links import Link, deadline_s, slowest
+from rlsys.weight_sync.links import Link, deadline_s
 from rlsys.weight_sync.manifest import Probe, Rectangle, VersionPart
 from rlsys.weight_sync.relay import (
     TRIES,
@@ -198,7 +198,8 @@ class WeightPublisher:
         holdings = [holding for holding in answers if holding is not None]
         self._silent = {relay.name for relay, answer in zip(chain, answers, strict=True) if answer is None}
         self._pinned = max((h.pinned for h in holdings if h.pinned is not None), default=self._pinned)
-        self._link = slowest(holding.link for holding in holdings)
+        measured = [holding.link for holding in holdings if holding.link.is_measured]
+        self._link = min(measured, key=lambda link: link.bytes_per_s, default=Link())
         for version in sorted(self._stored)[:-NUM_STORED] if holdings else []:
             if version != self._pinned:
                 del self._stored[version]
