@@ -99,7 +99,12 @@ def cut_off(lab: Lab, number: int, seconds: float, overrides: Sequence[str], *, 
 
 def _num_twice(run: LabRun) -> int:
     """Count groups that are in two steps, of those steps that no roll-back has undone."""
-    steps = {row["step"]: row["group_ids"] for row in run.events("step_done")}
+    steps: dict[int, list[int]] = {}
+    for row in sorted([*run.events("step_done"), *run.events("rolled_back")], key=lambda row: row["time_s"]):
+        if row["kind"] == "step_done":
+            steps[row["step"]] = row["group_ids"]
+        else:
+            steps = {step: groups for step, groups in steps.items() if step <= row["restored"]}
     trained = [group for groups in steps.values() for group in groups]
     return len(trained) - len(set(trained))
 
