@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KINDS_OF_COMMANDS = {
     "Train": ("data", "workflow", "plan", "train", "eval"),
-    "On a cluster": ("submit", "logs", "stop"),
+    "On a cluster": ("submit", "logs", "stop", "scale"),
     "Look": ("dashboard", "tail", "query", "report", "replay"),
     "Share": ("export", "serve"),
     "Tools": ("doctor", "config", "convert", "algorithms", "simulate", "profile"),
@@ -193,6 +193,21 @@ def stop(job: JobId, address: JobServer = None) -> None:
         print_note(f"job {job} has ended, and not all that it trained is saved: its last lines say why")
         code = 1
     raise typer.Exit(code)
+
+
+@app.command(context_settings=OVERRIDES)
+def scale(
+    run: Run, wishes: Annotated[list[str], typer.Argument(metavar="rollouts=N", help="Replicas that it should have.")]
+) -> None:
+    """Let a running job have more or fewer rollout replicas; it goes on meanwhile, and no token is lost.
+
+    It must run on this machine. Its events say when each replica has joined or left; after a resume it has the
+    configured number again.
+    """
+    from rlsys.launch import scaling
+
+    number = scaling.scale(run, wishes)
+    print_result(f"asked the run for {number} rollout replica{'s' * (number != 1)}")
 
 
 def _follow(job: str, address: str | None) -> int:

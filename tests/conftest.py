@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def order(item: pytest.Item) -> tuple[int, bool, bool]:
         fixtures, group = _fixtures_of(item), _group_of(item)
         place = FIRST.index(group) if group in FIRST else len(FIRST) + (group == "last")
-        return place, "chromium" in fixtures, not {"three_nodes", "four_nodes"} & fixtures.keys()
+        return place, "chromium" in fixtures, not {"three_nodes", "four_nodes", "gpu_nodes"} & fixtures.keys()
 
     items.sort(key=order)
     for item in items:

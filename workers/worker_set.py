@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rlsys.algorithm import REFERENCE_COLUMNS, Column
 from rlsys.config.memory_plan import VLLM_SHARE, vllm_share
+from rlsys.config.resource_plan import plan_of
 from rlsys.config.server_section import ServerSection
 from rlsys.contracts import Composer, PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
@@ -21,7 +22,8 @@ from rlsys.util.event_loops import all_or_none
 from rlsys.weight_sync.links import TRANSFER_S
 from workers.engines.engine import EngineChoice, EngineSpec, ServerSpec, weight_bytes
 from workers.ray.cluster import NO_MATHS, Resources, is_used_by_others, node_ids, short_of, totals
-from workers.ray.fault_tolerant_pool import Pool, PoolSpec
+from workers.ray.fault_tolerant_pool import Pool, PoolSpec, Recovered
+from workers.ray.placement import Places, Reservations, anywhere
 from workers.ray.worker_process import Remote, place_of, start, successor_name
 from workers.relay.relay_pool import RayRelays
 from workers.reward.replica_rewards import ReplicaRewards
@@ -59,14 +61,15 @@ class PolicyWorkers:
     """True if the actor computes the columns of the reference."""
 
     @classmethod
-    def of(cls, config: Config, policy: str = POLICY) -> PolicyWorkers:
+    def of(cls, config: Config, policy: str, placement: Reservations) -> PolicyWorkers:
         """Start all of them; `config` is that of this policy."""
         relays, columns = _relays(config), config.algorithm.columns
+        places = partial(placement.of_role, policy=policy)
         return cls(
             relays,
-            start_actor(config, relays),
-            start_critic(config) if Column.VALUES in columns else None,
-            start_reference(config, policy) if config.has_reference else None,
+            start_actor(config, relays, places("actor rank")),
+            start_critic(config, places("critic rank")) if Column.VALUES in columns else None,
+            start_reference(config, policy, places("reference")) if config.has_reference else None,
             is_own_reference=config.is_own_reference,
         )
 
@@ -110,17 +113,20 @@ class WorkerSet:
     rollouts: RolloutPool
     rewards: RewardPool | ReplicaRewards
     evaluation: PinnedRolloutPool | None = None
+    placement: Reservations | None = None
 
     @classmethod
     def of(cls, config: Config) -> WorkerSet:
         """Start all workers; they load in parallel."""
-        lines = {
-            name: PolicyWorkers.of(own, name) for name, own in (config.trained_policies or {POLICY: config}).items()
-        }
+        placement = Reservations.of(plan_of(config).roles)
+        trained = config.trained_policies or {POLICY: config}
+        lines = {name: PolicyWorkers.of(own, name, placement) for name, own in trained.items()}
         relays = {name: line.relays for name, line in lines.items()}
         rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
-        rollouts = start_rollouts(config, relays)
-        return cls(lines, rollouts, rewards, start_evaluation(config, relays[POLICY]) if config.eval.every else None)
+        rollouts = start_rollouts(config, relays, placement.of_role("rollout"))
+        places = placement.of_role("evaluation")
+        evaluation = start_evaluation(config, relays[POLICY], places) if config.eval.every else None
+        return cls(lines, rollouts, rewards, evaluation, placement)
 
     async def ready(self) -> None:
         """Return once all workers are set up. Raises the first error of a worker, for example `ModelError`."""
@@ -147,8 +153,14 @@ class WorkerSet:
         """The pool that changes payloads; None: replicas score, and nothing is replaced."""
         return self.rewards if isinstance(self.rewards, RewardPool) else None
 
-    def watch(self, on_failure: Callable[[WorkerError], None], on_recovery: Callable[[str, float], None]) -> None:
-        """Call these for failures and recoveries that the pools see in the background; see `Pool`.
+    def watch(
+        self,
+        on_failure: Callable[[WorkerError], None],
+        on_recovery: Recovered,
+        on_arrival: Recovered = lambda name, seconds: None,
+        on_departure: Recovered = lambda name, seconds: None,
+    ) -> None:
+        """Call these for failures, recoveries, arrivals and departures that the pools see in the background.
 
         `on_failure` is also called once for each worker that waits for a place which the cluster does not have. If that
         is no rollout or evaluation replica, and the live nodes are too small for the run, a rollout replica gives way.
@@ -175,6 +187,7 @@ class WorkerSet:
         for pool in (*rollouts, self.rewards):
             if isinstance(pool, Pool):
                 pool.on_failure, pool.on_recovery = on_failure, on_recovery
+                pool.on_arrival, pool.on_departure = on_arrival, on_departure
         for handle in {*self._handles(), *rollouts}:
             handle.on_unplaced = note if handle in rollouts else make_room
 
@@ -183,6 +196,8 @@ class WorkerSet:
         await asyncio.gather(*(worker.close() for worker in self._handles()))
         for line in self.lines.values():
             line.relays.close()
+        if self.placement:
+            self.placement.close()
 
     def _handles(self) -> list[RanksHandle | ReferenceHandle | Pool]:
         """Handles of all workers except the relays."""
@@ -197,7 +212,7 @@ def _relays(config: Config) -> RayRelays:
     return RayRelays.start(TRANSFER_S, num_bytes=num_bytes)
 
 
-def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
+def start_actor(config: Config, relays: RayRelays, places: Places = anywhere) -> ActorHandle:
     """Start all ranks of the actor."""
     train = config.train
     spec = ActorSpec(
@@ -215,7 +230,7 @@ def start_actor(config: Config, relays: RayRelays) -> ActorHandle:
         probe_length=_probe_length(config),
         resources=_trainer_resources(config, "actor"),
     )
-    ranks = _ranks(config, "actor", ActorRank, spec.resources, spec, relays.route)
+    ranks = _ranks(config, "actor", ActorRank, spec.resources, places, spec, relays.route)
     columns = config.algorithm.columns
     has_pairs = Column.POLICY_MISMATCHED in columns or (
         config.is_own_reference and Column.REFERENCE_MISMATCHED in columns
@@ -239,7 +254,7 @@ def start_recorder(config: Config, model_path: str) -> RecorderHandle:
     return RecorderHandle(begin, _silence_s(config))
 
 
-def start_critic(config: Config) -> CriticHandle:
+def start_critic(config: Config, places: Places = anywhere) -> CriticHandle:
     """Start all ranks of the critic: one per rank of the actor, with the same samples."""
     section = config.critic
     spec = RankSpec(
@@ -252,29 +267,28 @@ def start_critic(config: Config) -> CriticHandle:
         algorithm=config.algorithm,
         resources=_trainer_resources(config, "critic"),
     )
-    ranks = _ranks(config, "critic", CriticRank, spec.resources, spec, config.model.path)
+    ranks = _ranks(config, "critic", CriticRank, spec.resources, places, spec, config.model.path)
     return CriticHandle(ranks, _silence_s(config), config.train.mesh.num_peers)
 
 
 def _ranks(
-    config: Config, name: str, kind: type[W], resources: Resources, *arguments: object
+    config: Config, name: str, kind: type[W], resources: Resources, places: Places, *arguments: object
 ) -> Callable[[int], list[Remote[W]]]:
     """Return what starts the ranks of the actor or the critic, after so many others of each; `arguments` follow the
     number of the rank."""
     deadline_s, num_ranks = config.limits.no_progress_s, config.train.mesh.num_ranks
 
-    def all_ranks(num_before: int) -> list[Remote[W]]:
-        return [
-            start(kind, successor_name(f"{name}-{r}", num_before), partial(kind, r, *arguments), resources, deadline_s)
-            for r in range(num_ranks)
-        ]
+    def one(rank: int, num_before: int) -> Remote[W]:
+        worker, build = successor_name(f"{name}-{rank}", num_before), partial(kind, rank, *arguments)
+        return start(kind, worker, build, resources, deadline_s, bundle=places(rank))
 
-    return all_ranks
+    return lambda num_before: [one(rank, num_before) for rank in range(num_ranks)]
 
 
 def _resources(config: Config, role: WorkerRole) -> Resources:
     own, network = config.resources[role], config.train.network
-    return Resources(own.cpus, own.num_gpus, own.threads, network.interface or "", network.ports)
+    labels = tuple(own.labels.items())
+    return Resources(own.cpus, own.num_gpus, own.threads, network.interface or "", network.ports, labels)
 
 
 def _trainer_resources(config: Config, role: WorkerRole) -> Resources:
@@ -311,7 +325,7 @@ def export_checkpoint(config: Config, folder: Path, to: Path, *, as_adapter: boo
         backend.export(to)
 
 
-def start_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPool:
+def start_rollouts(config: Config, relays: Mapping[str, RayRelays], places: Places = anywhere) -> RolloutPool:
     """Start the rollout replicas for training, and session workers; `relays` are those of the trained policies."""
     own = {name: config.of(name) for name in config.policies} or {POLICY: config}
     trained = config.trained_policies if config.policies else own
@@ -319,14 +333,14 @@ def start_rollouts(config: Config, relays: Mapping[str, RayRelays]) -> RolloutPo
         name: _replica_spec(of, of.model.path, "newest" if name in trained else "never", len(own))
         for name, of in own.items()
     }
-    supply, sessions = _replicas(config, replicas, relays)
+    supply, sessions = _replicas(config, replicas, relays, places)
     return RolloutPool(supply, policies=list(replicas), sessions=sessions)
 
 
-def start_evaluation(config: Config, relays: RayRelays) -> PinnedRolloutPool:
+def start_evaluation(config: Config, relays: RayRelays, places: Places = anywhere) -> PinnedRolloutPool:
     """Start the replicas that evaluate."""
     replicas = {POLICY: _replica_spec(config, config.model.path, "pinned")}
-    supply, sessions = _replicas(config, replicas, {POLICY: relays}, evaluates=True)
+    supply, sessions = _replicas(config, replicas, {POLICY: relays}, places, evaluates=True)
     return PinnedRolloutPool(supply, relays, sessions=sessions)
 
 
@@ -341,6 +355,7 @@ def _replicas(
     config: Config,
     replicas: Mapping[str, ReplicaSpec],
     relays: Mapping[str, RayRelays],
+    places: Places = anywhere,
     *,
     evaluates: bool = False,
 ) -> tuple[PoolSpec[RolloutWorker], SessionPool | None]:
@@ -357,7 +372,8 @@ def _replicas(
         place = first + place_of(name)
         own = {policy: each.at(place) for policy, each in replicas.items()}
         build = partial(RolloutWorker.of, name, replace(spec, policies=own), routes, plays=plays)
-        return start(RolloutWorker, name, build, spec.resources, ANSWER_S)
+        bundle = places(place_of(name))
+        return start(RolloutWorker, name, build, spec.resources, ANSWER_S, bundle=bundle, spreads=rollout.spread)
 
     def session_worker(name: str) -> Remote[SessionWorker]:
         return start(SessionWorker, name, partial(spec.apart, name), NO_MATHS, ANSWER_S)
@@ -444,7 +460,7 @@ def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
     return RewardPool(PoolSpec(reward.workers, one, limits.group_s, limits.silence_s, limits.max_attempts))
 
 
-def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
+def start_reference(config: Config, policy: str = POLICY, places: Places = anywhere) -> ReferenceHandle:
     """Start the worker with the frozen initial model of a policy, or another one."""
     resources = _trainer_resources(config, "reference")
     arguments = config.reference_path, config.dtype, config.rollout.distribution, config.micro_batch_tokens
@@ -452,6 +468,6 @@ def start_reference(config: Config, policy: str = POLICY) -> ReferenceHandle:
 
     def one(num_before: int) -> Remote[ReferenceWorker]:
         name = successor_name("reference", num_before)
-        return start(ReferenceWorker, name, build, resources, config.limits.no_progress_s)
+        return start(ReferenceWorker, name, build, resources, config.limits.no_progress_s, bundle=places(0))
 
     return ReferenceHandle(one, _silence_s(config))

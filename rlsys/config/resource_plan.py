@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from rlsys.algorithm import Column
 from rlsys.config.run_sections import WorkerRole
 from rlsys.config.schema import Config
+from rlsys.types import POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,12 @@ class Role:
     count: int
     num_cpus: float
     num_gpus: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that a node must have."""
+    block: int = 0
+    """Ranks, in order, that belong on one node; 0: its workers are no ranks, and are placed one by one."""
+    num_copies: int = 1
+    """Copies of the model that its ranks hold together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +104,28 @@ def _roles(config: Config) -> Iterator[Role]:
     if not config.policies:
         yield from _learning(config)
     for name, own in config.trained_policies.items():
-        yield from (replace(role, name=f"{role.name} of {name}") for role in _learning(own))
+        yield from (replace(role, name=role_of_policy(role.name, name)) for role in _learning(own))
     if config.eval.every:
         yield _evaluation(config)
 
 
+def role_of_policy(role: str, policy: str) -> str:
+    """Return the name of the role that trains `policy`, one of several; of `POLICY`, the only one, it is `role`."""
+    return role if policy == POLICY else f"{role} of {policy}"
+
+
 def _learning(config: Config) -> Iterator[Role]:
-    num_ranks = config.train.mesh.num_ranks
-    yield _role(config, "actor", num_ranks, "actor rank")
+    yield _ranks(config, "actor")
     if config.has_reference:
         yield _role(config, "reference", 1)
     if Column.VALUES in config.algorithm.columns:
-        yield _role(config, "critic", num_ranks, "critic rank")
+        yield _ranks(config, "critic")
+
+
+def _ranks(config: Config, role: Literal["actor", "critic"]) -> Role:
+    mesh = config.train.mesh
+    ranks = _role(config, role, mesh.num_ranks, f"{role} rank")
+    return replace(ranks, block=mesh.num_peers, num_copies=mesh.replicate)
 
 
 def _evaluation(config: Config) -> Role:
@@ -120,4 +138,4 @@ def _reward(config: Config) -> Role:
 
 def _role(config: Config, role: WorkerRole, count: int, name: str = "") -> Role:
     own = config.resources[role]
-    return Role(name or role, count, own.cpus, own.num_gpus)
+    return Role(name or role, count, own.cpus, own.num_gpus, own.labels)

@@ -31,6 +31,8 @@ class RolloutSection(Section):
     the run reports the choice and the reason. `{urls: [...]}`: vLLM servers that run already."""
     replicas: Count = 1
     """Copies of the policy that generate in parallel."""
+    spread: bool = True
+    """Place replicas on as many nodes as there are. False: on few, as Ray fills them."""
     tensor_parallel: Count = 1
     """Shards of one replica, each a process with a separate GPU (or core); vLLM only."""
     vllm_args: dict[str, Any] = Field(default_factory=dict)

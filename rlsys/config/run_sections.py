@@ -88,6 +88,8 @@ class WorkerResources(Section):
     are enough."""
     threads: Count = 1
     """CPU threads for maths of one worker."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that may have one, as `ray start --labels` sets them, for example `{accelerator: h100}`."""
 
     @property
     def num_gpus(self) -> float:

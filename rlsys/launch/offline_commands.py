@@ -153,7 +153,7 @@ async def _evaluate(
 ) -> dict[str, EvalMetrics]:
     from workers.ray import cluster as ray_cluster
     from workers.ray import vitals
-    from workers.ray.node_room import check_fits, live_nodes
+    from workers.ray.placement import check_fits, live_nodes
     from workers.worker_set import start_fixed_rollouts, start_recorder, start_rewards
 
     roles = evaluation_roles(config)

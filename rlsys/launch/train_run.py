@@ -29,6 +29,7 @@ from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.earlier_runs import changes_since, with_models_of_runs
 from rlsys.launch.run_lock import lock_run
+from rlsys.launch.scaling import followed
 from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
 from rlsys.loop.checkpoint_files import step_of
@@ -50,6 +51,8 @@ from rlsys.monitoring.events import (
     StepDone,
     TransportChosen,
     WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
     WorkerRestarted,
 )
 from rlsys.monitoring.machine_metrics import MachineMetrics
@@ -305,6 +308,9 @@ class TrainingJob:
         for events, result in self._ends():
             events.emit(RunEnded(result.steps, reason, detail or (result.early_stop if reason == "finished" else "")))
 
+    def _caution(self, sentence: str) -> None:
+        self.events.emit(CautionRaised(sentence))
+
     def _emit_failure(self, error: BaseException) -> None:
         self._emit_end("failed", f"{type(error).__name__}: {full_text(error)}")
 
@@ -313,7 +319,7 @@ class TrainingJob:
         from workers.ray import cluster as ray_cluster
         from workers.ray import vitals
         from workers.ray.node_forks import forked_workers
-        from workers.ray.node_room import check_fits, live_nodes
+        from workers.ray.placement import check_fits, live_nodes
 
         this = asyncio.current_task()
         assert this is not None
@@ -402,10 +408,11 @@ class TrainingJob:
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
             stops.stop = lambda: [driver.stop() for driver in drivers.values()]
             gc.freeze()  # all of start-up's objects stay, and a collection need not look at them again
-            if joint is None:
-                reached = {name: await driver.run(starts[name]) for name, driver in drivers.items()}
-            else:
-                reached = await train_jointly(joint, drivers, starts)
+            async with followed(self.config.run_dir, workers.rollouts.resize, self._caution):
+                if joint is None:
+                    reached = {name: await driver.run(starts[name]) for name, driver in drivers.items()}
+                else:
+                    reached = await train_jointly(joint, drivers, starts)
         finally:
             gc.unfreeze()
             machines.close()
@@ -444,6 +451,8 @@ class TrainingJob:
         workers.watch(
             lambda error: events.emit(WorkerFailed(error.worker, error.phase, str(error))),
             lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)),
+            lambda worker, seconds: events.emit(WorkerJoined(worker, seconds)),
+            lambda worker, seconds: events.emit(WorkerLeft(worker, seconds)),
         )
         with phase(events, "start_workers"):
             await workers.ready()

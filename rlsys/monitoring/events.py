@@ -217,6 +217,22 @@ class WorkerRestarted(Event):
     seconds: float
 
 
+class WorkerJoined(Event):
+    """A worker that was added to a running job is ready."""
+
+    worker: str
+    seconds: float
+    """Seconds since it was asked for."""
+
+
+class WorkerLeft(Event):
+    """A worker of which the job wants fewer has ended, with nothing left to do."""
+
+    worker: str
+    seconds: float
+    """Seconds since it was asked to leave."""
+
+
 class TrajectoriesMoved(Event):
     """Replica `to` continues groups that `source` was sampling, so that `source` can load newer weights."""
 

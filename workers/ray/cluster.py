@@ -58,6 +58,8 @@ class Resources:
     """Network interface for collectives; empty: that of the node's address."""
     ports: tuple[int, int] | None = None
     """First and last port of a meeting place; None: any."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Labels that its node must have."""
     has_growing_segments: bool = False
     """True if PyTorch's memory on a GPU grows in place, so that batches of changing lengths leave no gaps in it. False
     for vLLM, which refuses or undoes it where its memory sleeps or other hosts read it."""

@@ -1,8 +1,10 @@
-"""Pool of interchangeable workers: replaces members that fail. `RewardPool` and `RolloutPool` build on it."""
+"""Pool of interchangeable workers: replaces members that fail, grows and shrinks. `RewardPool` and `RolloutPool` build
+on it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from workers.ray.worker_process import BEATS, Chunks, Raylet, Remote, may_live, 
 
 W = TypeVar("W")
 Recovered: TypeAlias = Callable[[str, float], None]
-"""Takes the name of a worker that died, and the seconds until its successor was ready."""
+"""Takes the name of a worker that died, and the seconds until its successor was ready; or that of one that joined or
+left, and the seconds since it was asked to."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before a lost place is tried again; it doubles up to the longest."""
 
@@ -73,12 +76,20 @@ class Pool(Generic[W]):
     def __init__(self, kind: str, phase: str, supply: PoolSpec[W]) -> None:
         """`phase` is the name of one piece of work in errors."""
         self._kind, self._phase, self._supply = kind, phase, supply
+        self._generations = Counter[int]()
+        """Members that each place has had."""
         self.members = [self._member(i) for i in range(supply.size)]
+        self._leaving: list[PoolMember[W]] = []
+        """Members without a place, which end what they have begun."""
         self.on_failure: Callable[[WorkerError], None] = lambda error: None
         """Called with the failure of each replacement that cannot be set up, and of each death that the pool itself
         detects."""
         self.on_recovery: Recovered = lambda name, seconds: None
         """Called after each recovery from such a death: see `restart`."""
+        self.on_arrival: Recovered = lambda name, seconds: None
+        """Called with each member that was added, once it can be given work."""
+        self.on_departure: Recovered = lambda name, seconds: None
+        """Called with each member that left because fewer are wanted."""
         self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
         """Called again and again while a member waits for a place that the cluster does not have."""
         self._replacing: set[int] = set()
@@ -87,6 +98,8 @@ class Pool(Generic[W]):
         """Places that are empty because their member gave way."""
         self._lost: set[int] = set()
         """Places that could not be filled again so far."""
+        self._fillers: dict[int, asyncio.Task[None]] = {}
+        """By place: what fills it."""
         self._last_failure = ""
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -110,8 +123,46 @@ class Pool(Generic[W]):
 
     @property
     def processes(self) -> list[Remote[W]]:
-        """Members that have a place or wait for one."""
-        return [member.worker for member in self.members if member.index not in self._given]
+        """Members that have a place, wait for one, or are about to leave."""
+        placed = [member for member in self.members if member.index not in self._given]
+        return [member.worker for member in (*placed, *self._leaving)]
+
+    def resize(self, size: int) -> None:
+        """Have `size` members, at least 1, after a while: new ones start in the background, and the last ones leave
+        once all that they have begun has ended or gone on elsewhere."""
+        while len(self.members) > max(1, size):
+            self._retire(self.members.pop())
+        while len(self.members) < size:
+            member = self._member(len(self.members))
+            self.members.append(member)
+            self._replacing.add(member.index)
+            self._fill(member.index, self._recover_member(member, member, self.on_arrival))
+
+    def _retire(self, member: PoolMember[W]) -> None:
+        """Let a member that has lost its place leave."""
+        if (filler := self._fillers.pop(member.index, None)) is not None:
+            filler.cancel()
+        for places in (self._replacing, self._given, self._lost):
+            places.discard(member.index)
+        if member.is_live:
+            self._leaving.append(member)
+            self._spawn(self._see_off(member))
+        else:
+            self._spawn(member.worker.end())
+
+    async def _see_off(self, member: PoolMember[W]) -> None:
+        """End a leaving member once it has nothing to do, or has died."""
+        began_s = asyncio.get_running_loop().time()
+        await self._empty(member)
+        self._leave(member.name)
+        self._leaving.remove(member)
+        await member.worker.end()
+        self.on_departure(member.name, asyncio.get_running_loop().time() - began_s)
+
+    async def _empty(self, member: PoolMember[W]) -> None:
+        """Return once a leaving member does no work; unblocked by the end of a piece of it, or by its death."""
+        while member.num_running:
+            await self._changed.wait()
 
     def give_way(self, worker: str) -> None:
         """End the last live member, unless it is the only one, so that `worker`, which is scarcer, has its resources.
@@ -128,7 +179,7 @@ class Pool(Generic[W]):
         last.worker.kill()
         self._replacing.add(last.index)
         self._given.add(last.index)
-        self._spawn(self._return(last))
+        self._fill(last.index, self._return(last))
 
     async def _return(self, member: PoolMember[W]) -> None:
         """Fill the place of a member that gave way. Waits for a pause: room in the cluster cannot notify."""
@@ -140,7 +191,7 @@ class Pool(Generic[W]):
         """Close every member that answers, and end all of them."""
         for task in self._background:
             task.cancel()
-        await asyncio.gather(*(member.worker.end() for member in self.members))
+        await asyncio.gather(*(member.worker.end() for member in (*self.members, *self._leaving)))
 
     async def _serving(self) -> None:
         """Return once a member can be given work; unblocked by a replacement that is set up, by the return of one that
@@ -161,11 +212,12 @@ class Pool(Generic[W]):
         return worker.startswith(f"{self._kind}-")
 
     def _replace(self, dead: PoolMember[W], on_recovery: Recovered) -> None:
-        """Replace a dead member in the background. A set-up of it that is under way fails, and is tried again."""
+        """Replace a dead member in the background, unless it was about to leave. A set-up of it that is under way
+        fails, and is tried again."""
         self._leave(dead.name)
-        if dead.index not in self._replacing:
+        if dead.index not in self._replacing and dead not in self._leaving:
             self._replacing.add(dead.index)
-            self._spawn(self._recover_member(dead, self._replace_member(dead), on_recovery))
+            self._fill(dead.index, self._recover_member(dead, self._replace_member(dead), on_recovery))
 
     async def _recover_member(self, dead: PoolMember[W], successor: PoolMember[W], on_recovery: Recovered) -> None:
         """Set up the successor of a dead member; if that fails, another.
@@ -202,19 +254,26 @@ class Pool(Generic[W]):
     def _replace_member(self, member: PoolMember[W]) -> PoolMember[W]:
         """Kill a member and put a successor in its place; the successor is not set up yet."""
         self._spawn(member.worker.kill_with_stacks())
-        successor = self.members[member.index] = self._member(member.index, member.generation + 1)
+        successor = self.members[member.index] = self._member(member.index)
         return successor
 
-    def _member(self, index: int, generation: int = 0) -> PoolMember[W]:
+    def _member(self, index: int) -> PoolMember[W]:
+        generation = self._generations[index]
+        self._generations[index] += 1
         name = successor_name(f"{self._kind}-{index}", generation)
         worker = self._supply.start(name)
         calls = CallStream(name, self._phase, lambda requests: self._send(worker, requests))
         return PoolMember(index, generation, name, worker, calls)
 
     def _find_member(self, worker: str) -> PoolMember[W] | None:
-        return next((member for member in self.members if member.name == worker), None)
+        return next((member for member in self._all if member.name == worker), None)
+
+    @property
+    def _all(self) -> list[PoolMember[W]]:
+        return [*self.members, *self._leaving]
 
     def _live(self) -> list[PoolMember[W]]:
+        """Members that can be given work."""
         return [member for member in self.members if member.is_reachable]
 
     async def _set_up(self, member: PoolMember[W]) -> None:
@@ -327,10 +386,15 @@ class Pool(Generic[W]):
         self._changed.set()
         self._changed.clear()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _fill(self, place: int, work: Coroutine[Any, Any, None]) -> None:
+        """Fill a place in the background, as long as the pool has it."""
+        self._fillers[place] = self._spawn(work)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _send(self, worker: Remote[W], requests: list) -> Chunks:
         """One streaming call for these requests; see `answer_in_chunks`."""
@@ -352,6 +416,8 @@ class Pool(Generic[W]):
             raise
         finally:
             member.num_running -= 1
+            if member in self._leaving:
+                self._notify()
 
     async def _send_call(self, member: PoolMember[W], request: object, phase: str) -> tuple[object, PayloadRef]:
         return await with_deadline(member.calls.call(request), self._supply.deadline_s, member.name, phase)

@@ -25,13 +25,13 @@ from math import inf
 from operator import attrgetter
 from threading import get_ident
 from types import FrameType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 import ray
 from ray import ObjectRef
 from ray._private import state as ray_state
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlsys.errors import DeadlineExceeded, RlsysError, WorkerDied, WorkerError
 from rlsys.util import deadlines
@@ -47,6 +47,7 @@ from workers.ray.cluster import (
     mark_semaphores,
 )
 from workers.ray.forking import fork_environment
+from workers.ray.placement import ReservedBundle
 from workers.ray.shared_memory import shared_memory_problem
 
 W = TypeVar("W")
@@ -216,6 +217,8 @@ class Remote(Generic[W]):
     """Resources of the process."""
     part: str = ""
     """Attribute of the worker that is called here, e.g. `generator.`; empty for the worker."""
+    bundle: ReservedBundle | None = None
+    """The bundle that the process is placed in."""
 
     async def call(
         self, method: Callable[Concatenate[W, P], Coroutine[Any, Any, T] | T], *args: P.args, **kwargs: P.kwargs
@@ -281,6 +284,8 @@ class Remote(Generic[W]):
         started = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait([started], timeout=UNPLACED_S))[0]:
+                if self.bundle and await asyncio.to_thread(self.bundle.is_reserved):
+                    continue
                 if lack := await asyncio.to_thread(lacking, self.resources):
                     on_unplaced(WorkerError(self.name, "waiting for resources", lack))
             await started
@@ -372,9 +377,12 @@ def start(
     deadline_s: float,
     *,
     place: str = "",
+    bundle: ReservedBundle | None = None,
+    spreads: bool = False,
     restarts: bool = False,
 ) -> Remote[W]:
-    """Start a worker in its own process, on any node or on `place`. `build` is called there, see `Remote.setup`.
+    """Start a worker in its own process, on the node `place`, in a `bundle`, or on any node: with `spreads` on one that
+    has few others. `build` is called there, see `Remote.setup`.
 
     With `restarts`, Ray restarts a process that dies, without the worker's state. By default it does not: the failure
     policy decides.
@@ -399,10 +407,19 @@ def start(
         num_gpus=resources.num_gpus,
         max_restarts=-1 if restarts else 0,
         max_concurrency=ASYNC_CALLS if is_async else 1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False) if place else None,
+        scheduling_strategy=_strategy(place, bundle, spreads=spreads),
+        label_selector=dict(resources.labels) or None,
         runtime_env=fork_environment(environment, has_gpu=resources.num_gpus > 0),
     )
-    return Remote(name, kind, actor.remote(build), deadline_s, place, resources)
+    return Remote(name, kind, actor.remote(build), deadline_s, place, resources, bundle=bundle)
+
+
+def _strategy(
+    place: str, bundle: ReservedBundle | None, *, spreads: bool
+) -> NodeAffinitySchedulingStrategy | PlacementGroupSchedulingStrategy | Literal["SPREAD"] | None:
+    if place:
+        return NodeAffinitySchedulingStrategy(place, soft=False)
+    return bundle.strategy if bundle else "SPREAD" if spreads else None
 
 
 def library_variables(resources: Resources, environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from rlsys.errors import DeadlineExceeded, RlsysError, RunAborted, WorkerError
 from rlsys.types import POLICY, Assignment, Group, PolicyVersion, ReplicaLoad
+from rlsys.util import deadlines
 from rlsys.util.deadlines import now
 from rlsys.util.event_loops import all_or_none
 from workers.ray.fault_tolerant_pool import Pool, PoolMember, PoolSpec, Recovered
@@ -28,6 +29,8 @@ ANSWER_S = 30.0
 """Deadline of a call that does not sample."""
 QUESTION_S = 2.0
 """Deadline of a call whose answer only improves a choice."""
+LOOK_S = 0.2
+"""Pause between two looks at a replica that is about to leave."""
 STUCK_S = 5.0
 """Age of an engine's step from which other replicas are preferred, and time after which a blocked event loop is
 reported."""
@@ -152,12 +155,42 @@ class RolloutPool(Pool[RolloutWorker]):
         giver, taker = self._find_member(source), self._find_member(to)
         if giver is None or taker is None or giver is taker or not (taker.is_live and giver.is_live):
             return 0
-        calls = [_sessions(member).call(SessionWorker.move, policy, source, to) for member in self._players._live()]
+        players = [member for member in self._players._all if member.is_reachable]
+        calls = [_sessions(member).call(SessionWorker.move, policy, source, to) for member in players]
         moved = sum(answer for answer in await _outcomes(calls) if isinstance(answer, int))
         if moved:
             with suppress(WorkerError):  # a replica that is gone is drained
                 await _replica(giver).call(ReplicaWorker.drain, policy)
         return moved
+
+    def resize(self, size: int) -> None:
+        """See `Pool.resize`. There are as many session workers as replicas."""
+        super().resize(size)
+        if self._sessions is not None:
+            self._sessions.resize(size)
+
+    async def _empty(self, member: PoolMember[RolloutWorker]) -> None:
+        """Return once a leaving replica samples nothing, and plays no group. Its requests go on at others that have the
+        same weights; those that only it has end here.
+
+        Waits for the last requests, which announce themselves to session workers alone, and for its own groups.
+        """
+        self._stuck.add(member.name)
+        self._meet_all()
+        replica = _replica(member)
+        try:
+            for policy in self._policies:
+                others = self._live()
+                for other in others:
+                    await self.drain(member.name, other.name, policy)
+                if others and not (await replica.call(ReplicaWorker.load, policy)).num_groups:
+                    await replica.call(ReplicaWorker.drain, policy)  # what holds no weights may go on anywhere
+                while member.is_live and (await replica.call(ReplicaWorker.load, policy)).num_present:
+                    await deadlines.sleep(LOOK_S)
+        except WorkerError as error:
+            if member.is_live:
+                self.on_failure(error)
+        await super()._empty(member)
 
     def placements(self) -> Mapping[int, str]:
         return dict(self._places)
@@ -205,6 +238,7 @@ class RolloutPool(Pool[RolloutWorker]):
             is_stuck = True
         else:
             is_stuck = stats.step_age_s > STUCK_S
+        is_stuck |= member in self._leaving
         if member.is_live and is_stuck != (member.name in self._stuck):
             self._stuck ^= {member.name}
             self._meet_all()
@@ -214,12 +248,13 @@ class RolloutPool(Pool[RolloutWorker]):
     @property
     def _alive(self) -> list[PoolMember[RolloutWorker]]:
         """Replicas that are set up and have not failed, also those that are cut off."""
-        return [member for member in self.members if member.is_live]
+        return [member for member in self._all if member.is_live]
 
     def _meet_all(self) -> None:
         """Tell all session workers which replicas there are."""
-        for player in self._players._live():
-            self._meet(player)
+        for player in self._players._all:
+            if player.is_reachable:
+                self._meet(player)
 
     def _meet(self, player: PoolMember[Any]) -> None:
         """Tell a session worker which replicas there are; until then, its groups wait."""

@@ -31,6 +31,8 @@ from rlsys.monitoring.events import (
     RunStarted,
     StepDone,
     WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
     WorkerRestarted,
 )
 from rlsys.monitoring.trackers.console import note_of
@@ -157,7 +159,12 @@ class IndexedEvents:
         match event:
             case WorkerFailed(worker=worker):
                 level = "error"
-            case EngineChosen(worker=worker) | WorkerRestarted(worker=worker):
+            case (
+                EngineChosen(worker=worker)
+                | WorkerRestarted(worker=worker)
+                | WorkerJoined(worker=worker)
+                | WorkerLeft(worker=worker)
+            ):
                 pass
             case (
                 AlertRaised()

@@ -20,6 +20,7 @@ from rlsys.monitoring.events import (
     RunStarted,
     WeightsPublished,
     WorkerFailed,
+    WorkerLeft,
     WorkerRestarted,
 )
 
@@ -92,6 +93,7 @@ class Replicas:
         WeightsPublished,
         WorkerFailed,
         WorkerRestarted,
+        WorkerLeft,
         QueueSeen,
     )
 
@@ -111,6 +113,8 @@ class Replicas:
                 )
             case WorkerRestarted(worker=worker):
                 self._back(worker, time_s)
+            case WorkerLeft(worker=worker):
+                self._replicas.pop(worker, None)
             case QueueSeen(num_open=num_open, num_finished=num_finished):
                 self._queue_s.append(time_s)
                 self._queue.extend((num_open, num_finished))

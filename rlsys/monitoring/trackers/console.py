@@ -198,6 +198,10 @@ def note_of(event: events.Event) -> str | None:
             return f"{worker} failed while {phase}: {detail}"
         case events.WorkerRestarted(worker=worker, seconds=seconds):
             return f"{worker} is back after {seconds:.1f} s"
+        case events.WorkerJoined(worker=worker, seconds=seconds):
+            return f"{worker} has joined after {seconds:.1f} s"
+        case events.WorkerLeft(worker=worker, seconds=seconds):
+            return f"{worker} has left after {seconds:.1f} s"
         case events.CheckpointSaved(step=step, path=path):
             return f"checkpoint of step {step}: {path}"
         case events.CheckpointPassedOver(problem=problem):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from rlsys.config.placement_plan import NodeRoom
 from rlsys.config.resource_plan import Role
 from rlsys.errors import ConfigError
 from workers.ray.cluster import Resources, caution_about_idle_gpus, short_of
-from workers.ray.node_room import NodeRoom, check_fits
+from workers.ray.placement import check_fits
 
 RUN = [Resources(num_cpus=2.0), Resources(num_cpus=1.0, num_gpus=1.0), Resources(num_cpus=1.0)]
 
