@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.config.placement_plan import NodeRoom, PlacementPlan
-from rlsys.config.resource_plan import Role, needs, role_of_policy
+from rlsys.config.resource_plan import Role, role_of_policy
 from rlsys.errors import ConfigError
 from rlsys.types import POLICY
 
@@ -94,14 +94,16 @@ def live_nodes() -> list[NodeRoom]:
 def check_fits(roles: Sequence[Role], nodes: Sequence[NodeRoom]) -> None:
     """Raise `ConfigError` if the cluster can never place the run, instead of waiting for ever: its nodes have too
     little together, or none has enough for what belongs on one node."""
+    plan = PlacementPlan.of(roles, nodes)
+    needs = sum(bundle.num_cpus for bundle in plan.bundles), sum(bundle.num_gpus for bundle in plan.bundles)
     have = sum(node.num_cpus for node in nodes), sum(node.num_gpus for node in nodes)
     problems = [
         f"the run needs {needed:g} {name}s and the cluster has {found:g}: lower {name.lower()}s (resources), replicas, "
         "ranks or workers, or raise ray of a local cluster"
-        for name, needed, found in zip(("CPU", "GPU"), needs(roles), have, strict=True)
+        for name, needed, found in zip(("CPU", "GPU"), needs, have, strict=True)
         if needed > found
     ]
-    problems += PlacementPlan.of(roles, nodes).problems(nodes, is_short=bool(problems))
+    problems += plan.problems(nodes, is_short=bool(problems))
     if problems and len(nodes) > 1:
         problems += [f"  {node}" for node in nodes]
     if problems:

@@ -43,6 +43,13 @@ def test_a_worker_that_no_node_has_room_for_is_named_with_what_each_node_has():
     assert table == [f"  10.0.0.{i}: 1 CPUs, 1 GPUs" for i in range(8)]
 
 
+def test_ranks_on_parts_of_gpus_need_a_gpu_each():
+    roles = [Role("actor rank", 4, 1.0, 0.5, block=1), Role("rollout", 4, 1.0, 0.5)]
+    check_fits(roles, [NodeRoom("10.0.0.1", 8.0, 4.0)])
+    with pytest.raises(ConfigError, match="the run needs 4 GPUs and the cluster has 3"):
+        check_fits(roles, [NodeRoom("10.0.0.1", 8.0, 3.0)])
+
+
 def test_everything_that_is_missing_is_named_at_once():
     with pytest.raises(ConfigError) as raised:
         check_fits(ROLES, [NodeRoom("10.0.0.1", 4.0, 1.0)])
