@@ -1,6 +1,6 @@
 """Steps of a run while something happens to one of its hosts, which are network namespaces of this machine.
 
-    python -m benchmarks.outages [--quick | --short] [--only NAME,...]
+    python -m benchmarks.outages [--quick | --short] [--only NAME ...]
 
 Hosts with a shared disk and Ray's tokens, and a tiny random model, synchronous. Cables are pulled for a while or for
 ever, hosts lose their power, join, or are drained, and Ray's GCS is killed. For each case: the median and longest step
@@ -105,7 +105,7 @@ NUM_CASES = {"full": len(CASES), "quick": 8, "short": 1}
 def main() -> None:
     """Cause one outage after another, each in a lab of its own; print the result line."""
     parser = parser_of(__doc__, quick="only what takes seconds")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="names of cases")
+    parser.add_argument("--only", action="append", help="name of a case; may be given again")
     arguments = parser.parse_args()
     if reason := why_not():
         sys.exit(reason)
