@@ -201,7 +201,7 @@ def scale(
 ) -> None:
     """Let a running job have more or fewer rollout replicas; it goes on meanwhile, and no token is lost.
 
-    It must run on this machine. Its events say when each replica has joined or left; after a resume it has the
+    The job must run on this machine. Its events say when each replica has joined or left; after a resume it has the
     configured number again.
     """
     from rlsys.launch import scaling

@@ -122,7 +122,7 @@ class WorkerSet:
         trained = config.trained_policies or {POLICY: config}
         lines = {name: PolicyWorkers.of(own, name, placement) for name, own in trained.items()}
         relays = {name: line.relays for name, line in lines.items()}
-        rewards = start_rewards(config)  # placed before rollouts: a run needs each of them
+        rewards = start_rewards(config, placement.of_role("reward"))  # placed before rollouts: a run needs each of them
         rollouts = start_rollouts(config, relays, placement.of_role("rollout"))
         places = placement.of_role("evaluation")
         evaluation = start_evaluation(config, relays[POLICY], places) if config.eval.every else None
@@ -446,7 +446,7 @@ def _replica_spec(
     return ReplicaSpec(engine=engine, change=change, pulls=pulls, servers=servers)
 
 
-def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
+def start_rewards(config: Config, places: Places = anywhere) -> RewardPool | ReplicaRewards:
     """Start the reward workers; without any, replicas score their groups."""
     reward, limits = config.reward, config.limits
     if not reward.workers:
@@ -455,7 +455,8 @@ def start_rewards(config: Config) -> RewardPool | ReplicaRewards:
     arguments = config.reward_functions, reward.concurrency, reward.timeout_s, reward.model, resources
 
     def one(name: str) -> Remote[RewardWorker]:
-        return start(RewardWorker, name, partial(RewardWorker.of, name, *arguments), resources, limits.group_s)
+        build, bundle = partial(RewardWorker.of, name, *arguments), places(place_of(name))
+        return start(RewardWorker, name, build, resources, limits.group_s, bundle=bundle)
 
     return RewardPool(PoolSpec(reward.workers, one, limits.group_s, limits.silence_s, limits.max_attempts))
 

@@ -132,14 +132,13 @@ class PlacementPlan:
 
 
 def _own_bundles(role: Role, nodes: Sequence[NodeRoom]) -> tuple[Strategy, list[Bundle]]:
-    """Return the bundles of a role that shares none with others."""
+    """Return the bundles of ranks that share none with another role, and where to place them."""
     if role.block and 0 < role.num_gpus < 1:
         return "PACK", [Bundle(role, 1, role.num_cpus, 1.0, 1.0 - role.num_gpus)] * role.count
     copy = role.count // role.num_copies
     if role.num_copies > 1 and any(map(_bundle(role, copy).fits_on, nodes)):
         return "SPREAD", [_bundle(role, copy)] * role.num_copies
-    size = role.block or 1
-    return "PACK", [_bundle(role, size)] * (role.count // size)
+    return "PACK", [_bundle(role, role.block)] * (role.count // role.block)
 
 
 def _bundle(role: Role, count: int) -> Bundle:
@@ -161,7 +160,7 @@ def _rests(bundles: list[Bundle], role: Role, count: int) -> list[int]:
 
 @dataclass
 class _Remainder:
-    """What a node has left."""
+    """Resources that a node has left."""
 
     num_cpus: float
     num_gpus: float

@@ -43,30 +43,30 @@ def scale(run: Path, wishes: Sequence[str]) -> int:
 
 
 @asynccontextmanager
-async def followed(run: Path, resize: Callable[[int], None], refuse: Callable[[str], None]) -> AsyncIterator[None]:
+async def follow(run: Path, resize: Callable[[int], None], refuse: Callable[[str], None]) -> AsyncIterator[None]:
     """Call `resize` with each number that is asked for during the block, or `refuse` with the reason why one cannot be
     read. What was asked for earlier is forgotten."""
     wish = run / WISH
     wish.unlink(missing_ok=True)
-    following = asyncio.create_task(_follow(wish, resize, refuse))
+    following = asyncio.create_task(_look_for_wishes(wish, resize, refuse))
     try:
         yield
     finally:
         following.cancel()
 
 
-async def _follow(wish: Path, resize: Callable[[int], None], refuse: Callable[[str], None]) -> None:
+async def _look_for_wishes(wish: Path, resize: Callable[[int], None], refuse: Callable[[str], None]) -> None:
     """Waits for the file, which cannot notify; ends when it is cancelled."""
     while True:
         try:
-            if (text := await asyncio.to_thread(_taken, wish)) is not None:
+            if (text := await asyncio.to_thread(_take, wish)) is not None:
                 resize(_number([text]))
         except (OSError, ValueError, ConfigError) as error:
             refuse(f"{wish} cannot be followed: {error}")
         await sleep(LOOK_S)
 
 
-def _taken(wish: Path) -> str | None:
+def _take(wish: Path) -> str | None:
     """Return the text of the file, and remove it; None if there is none."""
     taken = wish.with_suffix(".taken")
     try:

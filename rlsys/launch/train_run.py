@@ -29,7 +29,7 @@ from rlsys.launch.device_defaults import with_device_defaults
 from rlsys.launch.doctor import ensure_not_shadowed
 from rlsys.launch.earlier_runs import changes_since, with_models_of_runs
 from rlsys.launch.run_lock import lock_run
-from rlsys.launch.scaling import followed
+from rlsys.launch.scaling import follow
 from rlsys.launch.session_files import SessionFiles
 from rlsys.loop.build_driver import CONSTANTS, WITHOUT_REPACKING, build_driver
 from rlsys.loop.checkpoint_files import step_of
@@ -408,7 +408,7 @@ class TrainingJob:
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
             stops.stop = lambda: [driver.stop() for driver in drivers.values()]
             gc.freeze()  # all of start-up's objects stay, and a collection need not look at them again
-            async with followed(self.config.run_dir, workers.rollouts.resize, self._caution):
+            async with follow(self.config.run_dir, workers.rollouts.resize, self._caution):
                 if joint is None:
                     reached = {name: await driver.run(starts[name]) for name, driver in drivers.items()}
                 else:

@@ -20,6 +20,7 @@ from tests.jobs import config_of, write_model
 from workers.ray.cluster import Resources
 from workers.ray.placement import Reservations, check_fits, live_nodes
 from workers.ray.worker_process import Raylet, Remote, start
+from workers.reward.reward_worker import RewardPool
 from workers.worker_set import WorkerSet
 
 GpuNodes: TypeAlias = Callable[..., None]
@@ -117,7 +118,12 @@ def test_workers_land_on_nodes_with_their_labels(gpu_nodes: GpuNodes):
 
 @pytest.mark.nightly
 def test_the_workers_of_a_run_land_as_planned(gpu_nodes: GpuNodes, model_path: Path, data_path: Path, tmp_path: Path):
-    keys = ["train.mesh.tensor=2", "resources.actor.cpus=3", "rollout.replicas=2"]
+    keys = [
+        "train.mesh.tensor=2",
+        "resources.actor.cpus=3",
+        "rollout.replicas=2",
+        "resources.reward.labels={for: judges}",
+    ]
     model_path = write_model(tmp_path / "model", num_key_value_heads=2)
     config = config_of(model_path, data_path, tmp_path, keys)
 
@@ -126,12 +132,17 @@ def test_the_workers_of_a_run_land_as_planned(gpu_nodes: GpuNodes, model_path: P
         try:
             await crew.ready()
             (line,) = crew.lines.values()
-            crews = line.actor.processes, [member.worker for member in crew.rollouts.members]
+            assert isinstance(crew.rewards, RewardPool)
+            judges = crew.rewards.processes
+            assert all(judge.bundle for judge in judges), "what is reserved for them is what they take"
+            crews = line.actor.processes, crew.rollouts.processes, judges
             return [await asyncio.gather(*(each.raylet() for each in workers)) for workers in crews]
         finally:
             await crew.close()
 
-    gpu_nodes(0, 0)
-    ranks, replicas = asyncio.run(asyncio.wait_for(main(), 200))
+    gpu_nodes(0, 0, labels={1: {"for": "judges"}})
+    ranks, replicas, (judge,) = asyncio.run(asyncio.wait_for(main(), 200))
     assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
     assert (len(ranks), len(set(ranks)), len(set(replicas))) == (2, 1, 2)
+    (there,) = (node["NodeManagerPort"] for node in ray.nodes() if node["Labels"].get("for"))
+    assert judge[1] == there

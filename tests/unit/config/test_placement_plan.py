@@ -89,7 +89,8 @@ def test_a_label_that_no_node_has_is_named():
 
 
 def test_enough_in_all_but_on_no_node_is_refused():
-    (problem,) = problems([actor(2, block=2), Role("rollout", 3, 1.0, 2.0)], [*FOUR_OF_TWO[:3], *EIGHT[:0]])
+    two_of_three = [NodeRoom(f"10.0.0.{i}", 16.0, 3.0) for i in range(2)]
+    (problem,) = problems([rollouts(3, 2.0)], two_of_three)
     assert problem.startswith("the nodes have enough together, but not so")
 
 

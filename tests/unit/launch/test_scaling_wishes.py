@@ -1,4 +1,4 @@
-"""What `rlsys scale` asks of a run, and how the run hears it."""
+"""Wishes of `rlsys scale`, and the run that hears them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rlsys.errors import ConfigError
 from rlsys.launch.run_folder import make_run_dir, write_run_dir
 from rlsys.launch.run_lock import lock_run
-from rlsys.launch.scaling import WISH, followed, scale
+from rlsys.launch.scaling import WISH, follow, scale
 from tests.jobs import config_of
 
 
@@ -51,7 +51,7 @@ def test_a_run_hears_each_wish_once_and_refuses_what_is_none(run: Path):
     heard: asyncio.Queue[int | str] = asyncio.Queue()
 
     async def main() -> None:
-        async with followed(run, heard.put_nowait, heard.put_nowait):
+        async with follow(run, heard.put_nowait, heard.put_nowait):
             with lock_run(run):
                 assert scale(run, ["rollouts=3"]) == 3
                 assert await heard.get() == 3
