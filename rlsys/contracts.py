@@ -229,6 +229,9 @@ class TrainedModel(Protocol):
         `on_progress` is called while ranks begin one micro-batch after the other.
         """
 
+    async def end(self) -> None:
+        """End all ranks; of use only before `restart`."""
+
     async def restart(self) -> None:
         """End all ranks, start others, and return once they are set up: with the initial model and a new optimizer."""
 
@@ -331,6 +334,20 @@ class Relays(Protocol):
         """
 
 
+class Tenant(Protocol):
+    """Workers of one role that share their devices with those of other roles, in turns."""
+
+    async def sleep(self) -> None:
+        """Give the devices away: nothing computes on them until `wake`, and what was there is kept elsewhere.
+
+        Does nothing for workers that are asleep. A replica that dies or freezes is replaced once all wake. Raises
+        `WorkerDied` or `DeadlineExceeded` for a rank, which may still hold its device.
+        """
+
+    async def wake(self) -> None:
+        """Take the devices back; does nothing for workers that are awake. Raises as `sleep`."""
+
+
 @dataclass(frozen=True)
 class Workers:
     """All workers of a run."""
@@ -351,6 +368,8 @@ class Workers:
     """None if no episode is replaced."""
     reference: Reference | None = None
     """The worker behind the columns of a frozen model; None if the algorithm needs none."""
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    """Workers that share devices in turns, by role: see `rlsys.loop.device_leases`. The actor is awake first."""
 
     @property
     def models(self) -> dict[Literal["actor", "critic"], TrainedModel]:

@@ -58,6 +58,8 @@ class ScriptedEngine:
         self._timer: TimerHandle | None = None
         self._num_tokens = 0
         self._is_paused = self._is_closed = False
+        self._awake = Event()
+        self._awake.set()
         self._job_left = Event()
 
     @property
@@ -104,7 +106,18 @@ class ScriptedEngine:
             await self._job_left.wait()
             self._check_open()
 
+    async def sleep(self) -> None:
+        self._check_open()
+        self._awake.clear()
+        self._unschedule()
+
+    async def wake(self) -> None:
+        self._check_open()
+        self._awake.set()
+        self._schedule()
+
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
+        await self._awake.wait()
         self._check_open()
         self._check(weights)
         if self._resident_versions == 1:
@@ -118,6 +131,7 @@ class ScriptedEngine:
         self.version, self._weights = version, weights
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
+        await self._awake.wait()
         self._check_open()
         return {spec_of(name, tensor): checksum_of(tensor) for name, tensor in self._weights.items()}
 
@@ -129,6 +143,7 @@ class ScriptedEngine:
             check_weights(self._name, weights, ModelShapes(self._shapes, frozenset(self._shapes)))
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        await self._awake.wait()
         self._check_open()
         return (0.0,) * (len(token_ids) - 1)
 
@@ -149,6 +164,7 @@ class ScriptedEngine:
     async def close(self) -> None:
         self._is_closed = True
         self._unschedule()
+        self._awake.set()
         for job in self._jobs:
             if not job.future.done():
                 job.future.set_exception(self._closed())
@@ -173,7 +189,7 @@ class ScriptedEngine:
         self._schedule()
 
     def _schedule(self) -> None:
-        if self._jobs and self._timer is None and not self._is_paused:
+        if self._jobs and self._timer is None and not self._is_paused and self._awake.is_set():
             self._timer = get_running_loop().call_later(self._tick_s, self._tick)
 
     def _unschedule(self) -> None:

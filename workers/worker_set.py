@@ -10,9 +10,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from rlsys.algorithm import REFERENCE_COLUMNS, Column
+from rlsys.algorithm import Column
 from rlsys.config.memory_plan import VLLM_SHARE, vllm_share
-from rlsys.config.resource_plan import plan_of
+from rlsys.config.resource_plan import part_of, plan_of, shares_of
 from rlsys.config.server_section import ServerSection
 from rlsys.contracts import Composer, PinnedRollouts, Rewards, Rollouts, StepAnnotator, Workers
 from rlsys.errors import WorkerError
@@ -42,6 +42,7 @@ from workers.train.train_handles import ActorHandle, CriticHandle, RanksHandle, 
 if TYPE_CHECKING:
     from rlsys.config import Config
     from rlsys.config.run_sections import WorkerRole
+    from rlsys.config.schema import Tenancy
 
 W = TypeVar("W")
 PROBE_TOKENS = 32
@@ -57,8 +58,8 @@ class PolicyWorkers:
     actor: ActorHandle
     critic: CriticHandle | None = None
     reference: ReferenceHandle | None = None
-    is_own_reference: bool = False
-    """True if the actor computes the columns of the reference."""
+    columns_of_steps: frozenset[Column] = frozenset()
+    """Columns of the reference, or of an actor that is its own, which are computed for whole steps."""
 
     @classmethod
     def of(cls, config: Config, policy: str, placement: Reservations) -> PolicyWorkers:
@@ -70,7 +71,7 @@ class PolicyWorkers:
             start_actor(config, relays, places("actor rank")),
             start_critic(config, places("critic rank")) if Column.VALUES in columns else None,
             start_reference(config, policy, places("reference")) if config.has_reference else None,
-            is_own_reference=config.is_own_reference,
+            columns_of_steps=config.columns_of_steps,
         )
 
     def workers(
@@ -80,22 +81,17 @@ class PolicyWorkers:
         composer: Composer | None,
         evaluation: PinnedRollouts | None = None,
     ) -> Workers:
-        """The workers as the driver of this policy sees them.
-
-        An actor that is its own reference computes the columns of whole steps.
-        """
+        """The workers as the driver of this policy sees them."""
         reference, critic, actor = self.reference, self.critic, self.actor
         of_steps: dict[Column, StepAnnotator | None] = {Column.VALUES: critic}
-        if self.is_own_reference:
-            of_steps |= dict.fromkeys(REFERENCE_COLUMNS, actor)
-        else:
-            of_steps[Column.REFERENCE_MISMATCHED] = reference
+        of_steps |= dict.fromkeys(self.columns_of_steps, reference or actor)
+        of_groups = {} if Column.REFERENCE_LOGPROBS in of_steps else {Column.REFERENCE_LOGPROBS: reference}
         return Workers(
             rollouts=rollouts,
             rewards=rewards,
             actor=actor,
             relays=self.relays,
-            annotators={Column.REFERENCE_LOGPROBS: reference} if reference else {},
+            annotators={column: worker for column, worker in of_groups.items() if worker},
             evaluation=evaluation,
             step_annotators={column: worker for column, worker in of_steps.items() if worker},
             critic=critic,
@@ -114,6 +110,8 @@ class WorkerSet:
     rewards: RewardPool | ReplicaRewards
     evaluation: PinnedRolloutPool | None = None
     placement: Reservations | None = None
+    tenancies: Sequence[Tenancy] = ()
+    """Roles that share devices."""
 
     @classmethod
     def of(cls, config: Config) -> WorkerSet:
@@ -126,11 +124,36 @@ class WorkerSet:
         rollouts = start_rollouts(config, relays, placement.of_role("rollout"))
         places = placement.of_role("evaluation")
         evaluation = start_evaluation(config, relays[POLICY], places) if config.eval.every else None
-        return cls(lines, rollouts, rewards, evaluation, placement)
+        return cls(lines, rollouts, rewards, evaluation, placement, config.tenants)
 
     async def ready(self) -> None:
-        """Return once all workers are set up. Raises the first error of a worker, for example `ModelError`."""
-        await all_or_none(worker.ready() for worker in self._handles())
+        """Return once all workers are set up. Raises the first error of a worker, for example `ModelError`.
+
+        Those that share devices are set up one after the other, and sleep then; the actor is the last, and stays awake.
+        """
+        shared = list(self._tenants().values())
+
+        async def take_turns() -> None:
+            for worker in reversed(shared):
+                await worker.ready()
+                if worker is not shared[0]:
+                    await worker.sleep()
+
+        await all_or_none([take_turns(), *(each.ready() for each in self._handles() if each not in shared)])
+
+    def _tenants(self) -> dict[Tenancy, RanksHandle | ReferenceHandle | RolloutPool]:
+        """Workers that share devices, the actor first."""
+        if not self.tenancies:
+            return {}
+        (line,) = self.lines.values()
+        there: dict[Tenancy, RanksHandle | ReferenceHandle | RolloutPool | None] = {
+            "actor": line.actor,
+            "critic": line.critic,
+            "reference": line.reference,
+            "rollout": self.rollouts,
+            "evaluation": self.evaluation,
+        }
+        return {role: worker for role, worker in there.items() if worker is not None and role in self.tenancies}
 
     async def engines(self) -> list[tuple[str, EngineChoice]]:
         """Engine of each replica, by name of the replica (and of the policy, if several). Call it after `ready`."""
@@ -146,7 +169,8 @@ class WorkerSet:
     def workers(self) -> Workers:
         """The workers as the driver sees them, in a run of one policy."""
         (line,) = self.lines.values()
-        return line.workers(self.rollouts, self.rewards, self.composer, self.evaluation)
+        workers = line.workers(self.rollouts, self.rewards, self.composer, self.evaluation)
+        return replace(workers, tenants={**self._tenants()})
 
     @property
     def composer(self) -> Composer | None:
@@ -287,8 +311,9 @@ def _ranks(
 
 def _resources(config: Config, role: WorkerRole) -> Resources:
     own, network = config.resources[role], config.train.network
-    labels = tuple(own.labels.items())
-    return Resources(own.cpus, own.num_gpus, own.threads, network.interface or "", network.ports, labels)
+    labels, shares = tuple(own.labels.items()), shares_of(config, role)
+    num_cpus, num_gpus = part_of(own.cpus, shares), part_of(own.num_gpus, shares)
+    return Resources(num_cpus, num_gpus, own.threads, network.interface or "", network.ports, labels)
 
 
 def _trainer_resources(config: Config, role: WorkerRole) -> Resources:
@@ -437,6 +462,7 @@ def _replica_spec(
         lora=None if pulls == "never" else config.train.lora,
         records_routing=is_trained and config.train.routing_replay,
         keeps_replies=not rollout.workflow.speaks_once,
+        shares_device="rollout" in config.tenants and config.resources["rollout"].num_gpus > 0,
     )
     servers: tuple[ServerSpec, ...] = ()
     if isinstance(section := rollout.engine, ServerSection):
@@ -465,10 +491,11 @@ def start_reference(config: Config, policy: str = POLICY, places: Places = anywh
     """Start the worker with the frozen initial model of a policy, or another one."""
     resources = _trainer_resources(config, "reference")
     arguments = config.reference_path, config.dtype, config.rollout.distribution, config.micro_batch_tokens
-    build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy))
+    shares = "reference" in config.tenants and resources.num_gpus > 0
+    build = partial(resources.build, partial(ReferenceWorker, *arguments, policy=policy, shares_device=shares))
 
     def one(num_before: int) -> Remote[ReferenceWorker]:
         name = successor_name("reference", num_before)
         return start(ReferenceWorker, name, build, resources, config.limits.no_progress_s, bundle=places(0))
 
-    return ReferenceHandle(one, _silence_s(config))
+    return ReferenceHandle(one, _silence_s(config), is_shared="reference" in config.tenants)

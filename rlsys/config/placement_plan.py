@@ -6,14 +6,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from rlsys.config.resource_plan import Role
-
 Strategy: TypeAlias = Literal["PACK", "SPREAD"]
 """On few nodes, or on many, where there is a choice."""
 EPSILON = 1e-9
 """Part of a CPU or GPU that sums of parts may be wrong by."""
 MOST_TRIES = 20_000
 """Bundles that are tried on a node before the search ends without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Workers of one kind, with the resources that Ray reserves for each."""
+
+    name: str
+    count: int
+    num_cpus: float
+    num_gpus: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that a node must have."""
+    block: int = 0
+    """Ranks, in order, that belong on one node; 0: its workers are no ranks, and are placed one by one."""
+    num_copies: int = 1
+    """Copies of the model that its ranks hold together."""
+    is_shared: bool = False
+    """True if worker i has its devices in turns with worker i of other roles; its resources are then a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +85,9 @@ class PlacementPlan:
     The ranks of a trainer are reserved as one: they wait for each other. Ranks that differ only in `tensor` or
     `context` share a bundle; with copies (`replicate`) that fit on a node, all ranks of a copy do. Ranks with a part
     of a GPU have a GPU each, because two of them cannot talk to each other on one; other workers that ask for a part
-    have the rest of these. Workers that need labels are reserved too, and first, so that no others take their nodes.
-    All other workers are placed one by one.
+    have the rest of these. Workers that have devices in turns are where the rank of the same number is. Workers that
+    need labels are reserved too, and first, so that no others take their nodes. All other workers are placed one by
+    one.
     """
 
     bundles: tuple[Bundle, ...]
@@ -85,19 +102,23 @@ class PlacementPlan:
         bundles: list[Bundle] = []
         teams: list[tuple[Strategy, range]] = []
         places: dict[tuple[str, int], int] = {}
+        shared: list[int] = []
+        """Bundle of each rank whose devices are shared."""
         for role in (role for role in roles if role.block):  # first: the others have what these leave of their GPUs
-            of_ranks = _rests(bundles, role, role.count)
+            of_ranks = _joined(bundles, role, shared) if role.is_shared else _rests(bundles, role, role.count)
             if not of_ranks:
                 strategy, new = _own_bundles(role, nodes)
                 team = range(len(bundles), len(bundles) + len(new))
                 bundles += new
                 teams.append((strategy, team))
                 of_ranks = [bundle for bundle in team for _ in range(bundles[bundle].count)]
+                shared = of_ranks if role.is_shared else shared
             places |= {(role.name, rank): bundle for rank, bundle in enumerate(of_ranks)}
         for role in (role for role in roles if not role.block):
             first = len(bundles)
+            joined = _joined(bundles, role, shared) if role.is_shared else []
             for i in range(role.count):
-                rest = _rests(bundles, role, 1)
+                rest = [joined[i]] if joined else _rests(bundles, role, 1)
                 places[role.name, i] = rest[0] if rest else len(bundles)
                 if not rest:
                     bundles.append(_bundle(role, 1))
@@ -143,6 +164,16 @@ def _own_bundles(role: Role, nodes: Sequence[NodeRoom]) -> tuple[Strategy, list[
 
 def _bundle(role: Role, count: int) -> Bundle:
     return Bundle(role, count, count * role.num_cpus, count * role.num_gpus)
+
+
+def _joined(bundles: list[Bundle], role: Role, shared: Sequence[int]) -> list[int]:
+    """Let worker i of a role share the bundle of rank i, and return these bundles; none if there are too few."""
+    if role.count > len(shared):
+        return []
+    for i in shared[: role.count]:
+        old = bundles[i]
+        bundles[i] = replace(old, num_cpus=old.num_cpus + role.num_cpus, free=old.free - role.num_gpus)
+    return [*shared[: role.count]]
 
 
 def _rests(bundles: list[Bundle], role: Role, count: int) -> list[int]:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import floor
 from typing import Literal
 
 from rlsys.algorithm import Column
+from rlsys.config.placement_plan import PlacementPlan, Role
 from rlsys.config.run_sections import WorkerRole
 from rlsys.config.schema import Config
 from rlsys.types import POLICY
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """Workers of one kind, with the resources that Ray reserves for each."""
-
-    name: str
-    count: int
-    num_cpus: float
-    num_gpus: float
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels that a node must have."""
-    block: int = 0
-    """Ranks, in order, that belong on one node; 0: its workers are no ranks, and are placed one by one."""
-    num_copies: int = 1
-    """Copies of the model that its ranks hold together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +44,8 @@ class Plan:
             yield from self.pace()
         yield f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs reserved:"
         for role in self.roles:
-            yield f"  {role.count} x {role.name}: {role.num_cpus:g} CPUs, {role.num_gpus:g} GPUs each"
+            shared = ", on shared devices" if role.is_shared else ""
+            yield f"  {role.count} x {role.name}: {role.num_cpus:g} CPUs, {role.num_gpus:g} GPUs each{shared}"
 
     def pace(self) -> Iterator[str]:
         """Lines on the training batch and the staleness bound."""
@@ -93,8 +80,9 @@ def evaluation_roles(config: Config) -> tuple[Role, ...]:
 
 
 def needs(roles: Sequence[Role]) -> tuple[float, float]:
-    """CPUs and GPUs that Ray reserves for all roles."""
-    return sum(r.count * r.num_cpus for r in roles), sum(r.count * r.num_gpus for r in roles)
+    """CPUs and GPUs that Ray reserves for all roles. A rank with a part of a GPU takes it whole."""
+    bundles = PlacementPlan.of(roles, ()).bundles
+    return sum(bundle.num_cpus for bundle in bundles), sum(bundle.num_gpus for bundle in bundles)
 
 
 def _roles(config: Config) -> Iterator[Role]:
@@ -137,5 +125,20 @@ def _reward(config: Config) -> Role:
 
 
 def _role(config: Config, role: WorkerRole, count: int, name: str = "") -> Role:
-    own = config.resources[role]
-    return Role(name or role, count, own.cpus, own.num_gpus, own.labels)
+    own, shares = config.resources[role], shares_of(config, role)
+    num_cpus, num_gpus = part_of(own.cpus, shares), part_of(own.num_gpus, shares)
+    return Role(name or role, count, num_cpus, num_gpus, own.labels, is_shared=shares > 1)
+
+
+def shares_of(config: Config, role: WorkerRole) -> int:
+    """Return the number of roles that share the devices of this one, itself included."""
+    return len(config.tenants) if role in config.tenants else 1
+
+
+def part_of(amount: float, shares: int) -> float:
+    """Return what Ray reserves for one of so many workers that have the whole in turns: it counts 1/10,000.
+
+    >>> part_of(1.0, 3), part_of(2.0, 1)
+    (0.3333, 2.0)
+    """
+    return amount if shares == 1 else floor(amount / shares * 10_000) / 10_000

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from rlsys.algorithm import REFERENCE_COLUMNS
+from rlsys.algorithm import REFERENCE_COLUMNS, Column
 from rlsys.config.config_problems import refuse
 from rlsys.config.curation_section import CurationSection
 from rlsys.config.data_section import DataSection
 from rlsys.config.eval_section import EvalSection
 from rlsys.config.lora_section import LoraSection
+from rlsys.config.placement_section import PlacementSection
 from rlsys.config.plugins import (
     ALGORITHMS,
     STABILIZERS,
@@ -56,6 +57,10 @@ PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Tolerance by the type that engines compute in. Rounding of two correct implementations is 1e-5 and 0.04."""
 
 
+Tenancy: TypeAlias = Literal["actor", "critic", "reference", "rollout", "evaluation"]
+"""A role that shares devices; `evaluation` if `rollout` does."""
+
+
 class Config(Section):
     """Complete configuration of a training job. Build it here, or read it with `Config.load`."""
 
@@ -72,6 +77,7 @@ class Config(Section):
     """Resources of one worker, by its role: `{actor: {gpus: 1}, rollout: {gpus: 1, cpus: 2}}`; `actor` and `critic`: of
     one rank; `reference`; `rollout`: of one replica, and of one that evaluates; `reward`: of one reward worker, and its
     model."""
+    placement: PlacementSection = PlacementSection()
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
     train: TrainSection = TrainSection()
@@ -207,6 +213,26 @@ class Config(Section):
         """True if the ranks of the actor compute the columns of the reference: without their adapter, or with weights
         that follow theirs."""
         return self.reference.path is None and (self.train.lora is not None or self.reference.sync is not None)
+
+    @property
+    def tenants(self) -> tuple[Tenancy, ...]:
+        """Roles of this run that share devices in turns; empty if each has its own."""
+        chosen = self.placement.together
+        has: dict[Tenancy, bool] = {
+            "actor": "actor" in chosen,
+            "critic": "critic" in chosen and Column.VALUES in self.algorithm.columns,
+            "reference": "reference" in chosen and self.has_reference,
+            "rollout": "rollout" in chosen,
+            "evaluation": "rollout" in chosen and self.eval.every > 0,
+        }
+        return tuple(role for role, is_there in has.items() if is_there)
+
+    @property
+    def columns_of_steps(self) -> frozenset[Column]:
+        """Columns of a reference that are computed for whole steps: all if its devices are shared, or are the actor's;
+        else those that need the whole step."""
+        asked = self.algorithm.columns & REFERENCE_COLUMNS
+        return asked if self.is_own_reference or "reference" in self.tenants else asked - {Column.REFERENCE_LOGPROBS}
 
     @property
     def reference_path(self) -> str:

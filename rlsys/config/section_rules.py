@@ -15,6 +15,7 @@ from rlsys.config.config_problems import Problem, nearest
 from rlsys.config.curation_section import CurationSection
 from rlsys.config.data_section import DataSection
 from rlsys.config.eval_section import EvalSection
+from rlsys.config.placement_section import PlacementSection
 from rlsys.config.policy_sections import PolicySection
 from rlsys.config.reward_section import RewardSection
 from rlsys.config.rollout_section import RolloutSection
@@ -95,6 +96,44 @@ def _gpus_suit_engine(resources: Resources, rollout: RolloutSection) -> Iterator
     elif shards > 1 and 0 < gpus < shards:
         text = f"should be {shards}, one for each shard (rollout.tensor_parallel)"
         yield ("resources", "rollout", "gpus"), text
+
+
+def _devices_can_be_shared(
+    placement: PlacementSection,
+    resources: Resources,
+    rollout: RolloutSection,
+    train: TrainSection,
+    eval: EvalSection,  # noqa: A002
+    policies: Mapping[str, PolicySection],
+) -> Iterator[Problem]:
+    roles, num_ranks = placement.together, train.mesh.num_ranks
+    if not roles:
+        return
+    here = ("placement", "together")
+    if missing := [role for role in ("actor", "rollout") if role not in roles]:
+        yield here, f"should have {' and '.join(missing)} too: sampling and training take turns"
+    if policies:
+        yield here, "several policies cannot share devices: leave this out"
+    if isinstance(rollout.engine, ServerSection):
+        yield here, "a vLLM server keeps its devices: leave this out, or let rlsys start the engines"
+    if rollout.tensor_parallel > 1:
+        yield (
+            ("rollout", "tensor_parallel"),
+            "should be 1 with placement.together: a replica shares the device of one rank",
+        )
+    on_gpus = [role for role in roles if resources[role].num_gpus]
+    for role in roles if on_gpus else ():
+        if resources[role].num_gpus != 1:
+            text = f"should be 1, as placement.together has it share a whole device with {on_gpus[0]}"
+            yield ("resources", role, "gpus"), text
+    for role in roles:
+        if resources[role].labels != resources[roles[0]].labels:
+            yield ("resources", role, "labels"), f"should be those of {roles[0]}, whose nodes it shares"
+    counts = {"rollout": rollout.replicas, **({"eval": eval.replicas} if eval.every else {})}
+    for section, count in counts.items():
+        if count > num_ranks:
+            text = f"should be at most {num_ranks}, one on the device of each rank (placement.together)"
+            yield (section, "replicas"), text
 
 
 def _versions_have_room(rollout: RolloutSection, train: TrainSection) -> Iterator[Problem]:
@@ -207,7 +246,7 @@ def _agents_are_bound(policies: Mapping[str, PolicySection], agents: Mapping[str
 
 _RULES: Sequence[Callable[..., Iterator[Problem]]] = (
     _signals_are_made, _passes_are_few, _policy_is_trained, _stabilizer_begins, _replies_fit, _answers_suit,
-    _early_ends_suit, _early_ends_have_rewards, _gpus_suit_engine, _versions_have_room,
+    _early_ends_suit, _early_ends_have_rewards, _gpus_suit_engine, _devices_can_be_shared, _versions_have_room,
     _server_takes_what_is_trained, _reference_follows_whole_weights, _reference_is_asked_for, _experts_are_recorded,
     _sources_have_names, _staleness_is_safe, _groups_have_room, _curation_suits, _successes_are_put_in,
     _sources_are_weighed, _replicas_have_servers, _best_is_measured, _agents_are_bound,

@@ -5,7 +5,7 @@ Models are counted from their configurations, once for each way of computing; th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +26,7 @@ from rlsys.config.memory_plan import (
     vllm_share,
 )
 from rlsys.config.mesh_section import MeshSection
+from rlsys.config.schema import Tenancy
 from rlsys.config.train_section import ActivationCheckpointing
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ VLLM_POSITIONS = 8192
 PREFILL_POSITIONS = 4096
 """Positions of one prefill of the engine `local`."""
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+WORKERS_OF: Mapping[Tenancy, str] = {
+    "actor": "actor rank",
+    "critic": "critic rank",
+    "reference": "reference",
+    "rollout": "rollout",
+    "evaluation": "evaluation",
+}
+"""Name of the workers of each role that can share devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +94,11 @@ class PlannedWorkers:
         """What was counted, by model and settings."""
 
     def num_gpus(self, workers: Iterable[WorkerMemory]) -> float:
-        """GPUs that these workers reserve, and those of the rewards, whose memory is not planned."""
+        """GPUs that these workers reserve, and those of the rewards, whose memory is not planned. Those that share
+        devices reserve the ones of the actor."""
         rewards = self._config.reward.workers * self._config.resources["reward"].num_gpus
-        return rewards + sum(worker.count * worker.num_gpus for worker in workers)
+        guests = {WORKERS_OF[role] for role in self._config.tenants} - {WORKERS_OF["actor"]}
+        return rewards + sum(worker.count * worker.num_gpus for worker in workers if worker.name not in guests)
 
     def published_bytes(self, settings: MemorySettings) -> int:
         """Bytes of one version of the weights of all trained policies."""
@@ -141,10 +152,13 @@ class PlannedWorkers:
             adapter=self._adapter(path, config.train.lora) if config.train.lora else None,
             keeps_reference=config.reference.sync is not None and not is_critic,
         )
-        if not settings.offload:
-            return memory, ""
-        rest = replace(memory, weights=0, gradients=0, optimizer=0)
-        return rest, f"each has {gigabytes(memory.total - rest.total)} of its state in host memory"
+        if settings.offload:
+            rest = replace(memory, weights=0, gradients=0, optimizer=0)
+            return rest, f"each has {gigabytes(memory.total - rest.total)} of its state in host memory"
+        if ("critic" if is_critic else "actor") in config.tenants:
+            moved = memory.weights + memory.optimizer
+            return memory, f"each has {gigabytes(moved)} in host memory, in turns with the others of its device"
+        return memory, ""
 
     def sampling(self, settings: MemorySettings) -> tuple[WorkerMemory, ...]:
         """Replicas that sample for training and for evaluation."""

@@ -16,6 +16,7 @@ from rlsys.loop.admission import Admission, StalenessBound
 from rlsys.loop.checkpoint import Checkpoints
 from rlsys.loop.checkpoint_scores import BestCheckpoints
 from rlsys.loop.curation import LOOK_AGAIN, MIN_EPISODES, Curation
+from rlsys.loop.device_leases import ACTOR, DeviceLeases
 from rlsys.loop.driver import Driver
 from rlsys.loop.endpoints import Endpoints
 from rlsys.loop.evaluation import EVALUATIONS, EvaluationLane, Evaluator
@@ -87,10 +88,11 @@ def build_driver(
     dropped_groups = DroppedGroups(queue, FailurePolicy(limits))
     retries = Retries(events, dropped_groups.decide, Endpoints(events, limits.max_attempts))
     failed = config.run_dir / "failed"
-    learner = Learner(workers, algorithm, shape_of(config), clock.span, failed, config.to_yaml, retries)
+    devices = DeviceLeases(workers.tenants, ACTOR if workers.tenants else "", clock.span)
+    learner = Learner(workers, algorithm, shape_of(config), clock.span, failed, config.to_yaml, retries, devices)
     checkpoints = _checkpoints_of(config)
     saver = Saver(workers, queue, weights, checkpoints, events, learner, dropped_groups, clock, stop, position)
-    evaluation = _evaluation_of(config, workers, weights, eval_sets or {}, events, checkpoints.best)
+    evaluation = _evaluation_of(config, workers, weights, eval_sets or {}, events, checkpoints.best, devices)
     recovery = Recovery(workers, algorithm, queue, weights, learner, saver, events, position, config.run.steps)
     return Driver(
         workers=workers,
@@ -188,13 +190,14 @@ def _evaluation_of(
     sets: Mapping[str, Sequence[Task]],
     events: Events,
     best: BestCheckpoints,
+    devices: DeviceLeases,
 ) -> EvaluationLane | None:
     if workers.evaluation is None or not config.eval.every:
         return None
     evaluator = evaluator_of(config, workers.evaluation, workers.rewards, sets, events)
     folder = config.run_dir / EVALUATIONS
     record = workers.actor.record_evaluated if config.record.rollouts_every else None
-    return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best, record)
+    return EvaluationLane(evaluator, workers.evaluation, weights, config.run.steps, folder, best, record, devices)
 
 
 def _repackers_of(config: Config, rollouts: Rollouts, events: Events, repack_s: float) -> list[Repacker]:

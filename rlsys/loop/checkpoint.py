@@ -62,6 +62,7 @@ from rlsys.loop.checkpoint_files import (
     write_manifest,
 )
 from rlsys.loop.checkpoint_scores import BestCheckpoints
+from rlsys.loop.device_leases import DeviceLeases
 from rlsys.loop.task_ledger import LedgerState
 from rlsys.types import PolicyVersion
 from rlsys.util.any_paths import AnyPath, RemotePath, read_any
@@ -302,12 +303,14 @@ async def copy_and_write(saving: Saving[T]) -> T:
 class SavedModels:
     """Implements `Saving`: actor, and critic if there is one, in a folder. Both parts raise `CheckpointError`."""
 
-    def __init__(self, workers: Workers, folder: AnyPath) -> None:
+    def __init__(self, workers: Workers, folder: AnyPath, devices: DeviceLeases) -> None:
         self._savings = {name: model.save(folder / name) for name, model in workers.models.items()}
+        self._devices = devices
 
     async def take_copy(self) -> None:
-        for saving in self._savings.values():
-            await saving.take_copy()
+        for name, saving in self._savings.items():
+            async with self._devices.lease(name):
+                await saving.take_copy()
 
     async def write_copy(self) -> Files:
         of_models = await asyncio.gather(*(saving.write_copy() for saving in self._savings.values()))
@@ -323,7 +326,7 @@ async def find_damage(workers: Workers, checkpoint: AnyPath, files: Files) -> st
     return next(filter(None, found), None)
 
 
-async def load_models(workers: Workers, folder: AnyPath) -> int:
+async def load_models(workers: Workers, folder: AnyPath, devices: DeviceLeases) -> int:
     """Restore what `SavedModels` wrote; return the number of further steps that the stabilizer needs without staleness.
 
     Raises `CheckpointError` if the critic is missing.
@@ -334,9 +337,11 @@ async def load_models(workers: Workers, folder: AnyPath) -> int:
             f"{folder} contains no critic, and the algorithm needs one: resume with the algorithm that saved it, or "
             "start a new run from its weights, as `rlsys export` writes them"
         )
-    num_synchronous = await workers.actor.load(folder / ACTOR)
+    async with devices.lease(ACTOR):
+        num_synchronous = await workers.actor.load(folder / ACTOR)
     if workers.critic is not None:
-        await workers.critic.load(folder / CRITIC)
+        async with devices.lease(CRITIC):
+            await workers.critic.load(folder / CRITIC)
     return num_synchronous
 
 

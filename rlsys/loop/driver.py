@@ -40,6 +40,7 @@ from rlsys.errors import (
     first_of,
 )
 from rlsys.loop.companion import Companion
+from rlsys.loop.device_leases import ACTOR, ROLLOUT
 from rlsys.loop.evaluation import EvaluationLane
 from rlsys.loop.failure_policy import DroppedGroups
 from rlsys.loop.group_queue import LEARNER, GroupQueue, InFlightGroup
@@ -127,7 +128,7 @@ class Driver:
         is lost. Any other exception is a bug, and propagates without a save.
         """
         self.recovery.begin(start)
-        async with self.stop_request.cuts():
+        async with self.stop_request.cuts(), self.learner.devices.lease(ACTOR):
             await self.weights.publish(start)
         learning = asyncio.create_task(self._learn())
         patience_s = SAVE_S
@@ -249,7 +250,7 @@ class Driver:
         await self._evaluate()
         while self.position.version < self.end and not self.stop_request.is_made and not self.early_stop:
             groups: list[InFlightGroup] = []
-            async with self.stop_request.cuts():
+            async with self.stop_request.cuts(), self.learner.devices.lease(ROLLOUT):
                 with self.clock.span("wait_batch"):
                     groups = await self.queue.take(self.position.version)
             if self.stop_request.is_made:
@@ -258,7 +259,7 @@ class Driver:
             if (result := await self._train_step(groups)) is None:
                 continue
             try:
-                async with self.stop_request.cuts():
+                async with self.stop_request.cuts(), self.learner.devices.lease(ACTOR):
                     with self.clock.span("publish"):
                         await self.weights.publish(self.position.version + 1)
             finally:

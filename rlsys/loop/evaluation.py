@@ -18,6 +18,7 @@ from rlsys.data.task_source import content_hash
 from rlsys.errors import PayloadLost, RlsysError, RunAborted, TaskTooLong, WeightsMismatch
 from rlsys.loop.checkpoint import DriverState
 from rlsys.loop.checkpoint_scores import BestCheckpoints
+from rlsys.loop.device_leases import EVALUATION, DeviceLeases
 from rlsys.loop.endpoints import Endpoints
 from rlsys.loop.failure_policy import FailurePolicy, GivenUp, Retries
 from rlsys.loop.rollout_writer import is_written
@@ -295,6 +296,7 @@ class EvaluationLane:
     """Receives all results."""
     record: Record | None = None
     """Writes the samples; None if none are recorded."""
+    devices: DeviceLeases = field(default_factory=DeviceLeases)
     was_given_up: bool = field(default=False, init=False)
     """True if an evaluation that was due did not begin, or was cancelled by `stop`."""
     _under_way: asyncio.Task[None] | None = field(default=None, init=False)
@@ -318,8 +320,9 @@ class EvaluationLane:
     async def begin(self, version: PolicyVersion) -> None:
         """Evaluate `version`, the newest published, if it is due.
 
-        Returns once its weights are pinned; the evaluation goes on meanwhile. Waits for the previous evaluation to end
-        and for `version` to arrive at the relays; unblocked by both, or by `stop`.
+        Returns once its weights are pinned; the evaluation goes on meanwhile, unless its replicas share devices: then
+        once it has ended. Waits for the previous evaluation to end and for `version` to arrive at the relays; unblocked
+        by both, or by `stop`.
         """
         if not (version % self.evaluator.rules.every == 0 or version == self.last):
             return
@@ -336,7 +339,10 @@ class EvaluationLane:
         self.was_given_up = False
         self.weights.kept.add(version)
         work, name = self._measure_all(datasets, version), f"evaluation of version {version}"
-        self._under_way = self._loops.create_task(work, name=name)
+        async with self.devices.lease(EVALUATION):
+            self._under_way = self._loops.create_task(work, name=name)
+            if EVALUATION in self.devices.tenants:
+                await self.end()
 
     async def end(self) -> None:
         """Return once the running evaluation, if there is one, has ended."""

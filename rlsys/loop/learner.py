@@ -24,13 +24,12 @@ from rlsys.contracts import TrainStats, Workers
 from rlsys.errors import ConfigError, OutOfMemory, PayloadLost, RlsysError, TrainingError, ZeroAdvantage
 from rlsys.loop.checkpoint import FailedStep, SavedModels, check_seen, copy_and_write
 from rlsys.loop.checkpoint_files import GROUPS, STEP
+from rlsys.loop.device_leases import REFERENCE, DeviceLeases
 from rlsys.loop.failure_policy import Retries
 from rlsys.types import Group, PolicyVersion, Ref
 from rlsys.util.files import CONFIG, write_atomically
 
 T = TypeVar("T")
-REFERENCE = "reference"
-"""Name of the worker that computes columns of a frozen model."""
 _Model: TypeAlias = Literal["actor", "critic"]
 
 
@@ -107,6 +106,7 @@ class Learner:
     config: Callable[[], str]
     """Returns the run's configuration as YAML; it is saved with such a step."""
     retries: Retries
+    devices: DeviceLeases = field(default_factory=DeviceLeases)
     past: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the previous step, from actor, critic and `Algorithm.finalize_advantages`; saved in checkpoints."""
     is_half_way: bool = False
@@ -146,8 +146,9 @@ class Learner:
         self.is_half_way = True
         for name, model in models.items():
             try:
-                with self.span("train", [name]):
-                    stats.append(await model.train_step(plan, columns))
+                async with self.devices.lease(name):
+                    with self.span("train", [name]):
+                        stats.append(await model.train_step(plan, columns))
             except OutOfMemory:
                 raise
             except TrainingError as error:
@@ -160,9 +161,14 @@ class Learner:
     async def _annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         """Return the column of a step. A reference that fails is replaced, and attempts it again."""
         maker, reference = self.workers.step_annotators[column], self.workers.reference
+
+        async def annotate() -> list[Ref]:
+            async with self.devices.lease(self._maker_of(column)):
+                return await maker.annotate_step(groups, plan, column)
+
         if reference is None or maker is not reference:
-            return await maker.annotate_step(groups, plan, column)
-        return await self.retries.persist(reference, lambda: maker.annotate_step(groups, plan, column))
+            return await annotate()
+        return await self.retries.persist(reference, annotate)
 
     def _maker_of(self, column: Column) -> str:
         """Return the name of the worker that computes a column of a step."""
@@ -177,7 +183,7 @@ class Learner:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            files = await copy_and_write(SavedModels(self.workers, folder))
+            files = await copy_and_write(SavedModels(self.workers, folder, self.devices))
             check_seen(folder, {**files, GROUPS: await self.workers.actor.save_groups(folder / GROUPS, groups)})
             write_atomically(folder / CONFIG, self.config(), is_private=True)
             FailedStep(

@@ -20,6 +20,7 @@ from rlsys.contracts import Workers
 from rlsys.errors import WorkerError
 from rlsys.loop.checkpoint import DriverState, find_damage, load_models, read_state
 from rlsys.loop.checkpoint_files import GROUPS, first_whole, from_on, newest_first
+from rlsys.loop.device_leases import ACTOR
 from rlsys.loop.group_queue import GroupQueue
 from rlsys.loop.learner import Learner
 from rlsys.loop.run_position import RunPosition
@@ -106,12 +107,13 @@ class Recovery:
         share the place for checkpoints.
         """
         self._troubled.clear()
-        await asyncio.gather(*(model.restart() for model in self.workers.models.values()))
+        await self.learner.devices.restart(self.workers.models)
         await self.saver.abandon_saving()
         await check_shared(self.workers, self.saver.checkpoints.folder)
         self.position.version = self.position.restored = self.position.version + 1
         checkpoint = await self._roll_back()
-        await self.weights.publish(self.position.version)
+        async with self.learner.devices.lease(ACTOR):
+            await self.weights.publish(self.position.version)
         self.learner.is_half_way = False
         return RolledBack(self.position.version, checkpoint, self.position.num_lost, self.end)
 
@@ -131,7 +133,7 @@ class Recovery:
     async def _load(self, checkpoint: AnyPath, state: DriverState, version: PolicyVersion) -> None:
         """Load `checkpoint`, whose driver's part is `state`, as `version`: another one than its own if versions were
         published since."""
-        num_synchronous = await load_models(self.workers, checkpoint)
+        num_synchronous = await load_models(self.workers, checkpoint, self.learner.devices)
         step = state.version - state.num_lost
         until = version_after(self.algorithm, num_synchronous, start=step, end=self.steps)
         groups = await self.workers.actor.load_groups(checkpoint / GROUPS)

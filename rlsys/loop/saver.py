@@ -144,7 +144,7 @@ class Saver:
 
     def _files_in(self, folder: AnyPath) -> Saving[Files]:
         finished = self.queue.finished_groups  # the hashes of all their versions have arrived: they were verified
-        return _SavedFiles(self, folder, finished, SavedModels(self.workers, folder))
+        return _SavedFiles(self, folder, finished, SavedModels(self.workers, folder, self.learner.devices))
 
     async def _write(self, step: int, began: float, saving: Saving[AnyPath]) -> None:
         path = await saving.write_copy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,13 +33,20 @@ from rlsys.types import (
     Task,
     VersionSpan,
 )
+from rlsys.util.deadlines import ROUNDING_S
 
 GROUPS_AT_ONCE = 16
 """Number of groups that fills the cache of a fake replica."""
 
 
 class FakePool:
-    """Pool of named members. A fault removes a member and `restart` replaces it: `rollout-0` by `rollout-0.1`."""
+    """Pool of named members. A fault removes a member and `restart` replaces it: `rollout-0` by `rollout-0.1`.
+
+    While the pool sleeps, no time of its work passes, and no member is set up.
+    """
+
+    role = ""
+    """Role in `FakeWorld.together`."""
 
     def __init__(self, world: WorldState, kind: str, size: int, faults: Mapping[int, Fault]) -> None:
         self.world, self._faults = world, faults
@@ -46,6 +54,25 @@ class FakePool:
         self.num_calls = 0
         self.restarted: list[str] = []
         self._recovering: list[asyncio.Task[None]] = []
+        self._is_awake, self._is_asleep = asyncio.Event(), asyncio.Event()
+        (self._is_asleep if self.role in world.together else self._is_awake).set()
+
+    async def sleep(self) -> None:
+        self._is_awake.clear()
+        self._is_asleep.set()
+        self._lose_one("sleep")
+        await self.world.move(self.role, is_awake=False)
+
+    async def wake(self) -> None:
+        self._lose_one("wake")
+        await self.world.move(self.role, is_awake=True)
+        self._is_asleep.clear()
+        self._is_awake.set()
+
+    def _lose_one(self, call: str) -> None:
+        """Let the first member die, if `FakeWorld.training_deaths` has this call, as in `rollout sleep`."""
+        if self.members and self.world.dies(self.role, call):
+            self._recovering.append(asyncio.create_task(self.restart(self.members[0], lambda name, seconds: None)))
 
     async def restart(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         """Replace a member in the background, unless that has begun. Waits only if no member is alive."""
@@ -63,7 +90,7 @@ class FakePool:
 
     async def _recover(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         began_s = now()
-        await asyncio.sleep(self.world.restart_s)
+        await self._compute(self.world.restart_s)
         stem, _, generation = worker.partition(".")
         successor = f"{stem}.{int(generation or 0) + 1}"
         await self._install(worker, successor)
@@ -82,10 +109,23 @@ class FakePool:
         if fault is Fault.HANGS:
             await asyncio.sleep(self.world.group_s)
             raise DeadlineExceeded(worker, phase, f"no answer within {self.world.group_s:g} s")
-        await asyncio.sleep(seconds)
-        if fault is Fault.DIES:
+        await self._compute(seconds)
+        if fault is Fault.DIES or (self.role in self.world.together and worker not in self.members):
             raise WorkerDied(worker, phase, "the process is gone")
         return fault
+
+    async def _compute(self, seconds: float) -> None:
+        """Return once the pool was awake for `seconds`."""
+        if self.role not in self.world.together:
+            await asyncio.sleep(seconds)
+            return
+        while seconds > ROUNDING_S:
+            await self._is_awake.wait()
+            began_s = now()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._is_asleep.wait()
+            seconds -= now() - began_s
 
 
 @dataclass(eq=False)
@@ -190,6 +230,8 @@ class FakeReplica(ReplicaWork):
 class FakeRollouts(FakePool):
     """Implement `Rollouts`: a group goes where the least is to do. Episodes are those of `FakeWorld.play`."""
 
+    role = "rollout"
+
     def __init__(
         self,
         world: WorldState,
@@ -280,6 +322,8 @@ class FakeRollouts(FakePool):
 
 class FakePinnedRollouts(FakeRollouts):
     """Implement `PinnedRollouts`: sample from the version given to `pin`."""
+
+    role = "evaluation"
 
     def __init__(self, world: WorldState) -> None:
         super().__init__(world, "eval", world.num_eval_replicas, world.eval_faults, world.eval_s)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +49,22 @@ class _FakeProcess:
         if self._death is not None:
             raise self._death
 
+    async def sleep(self) -> None:
+        self._begin("sleep")
+        await self.world.move(self.role, is_awake=False)
+        self._check_alive()
+
+    async def wake(self) -> None:
+        self._begin("wake")
+        await self.world.move(self.role, is_awake=True)
+        self._check_alive()
+
+    @property
+    def role(self) -> str:
+        return self._kind.partition("-")[0]
+
     async def _live_again(self) -> None:
+        self.world.awake.discard(self.role)
         await asyncio.sleep(self.world.restart_s)
         self._num_before += 1
         self.name = f"{self._kind}.{self._num_before}"
@@ -70,8 +86,13 @@ class _FakeModel(_FakeProcess):
         await self._died.wait()
         self._check_alive()
 
+    async def end(self) -> None:
+        self.world.awake.discard(self.role)
+
     async def restart(self) -> None:
         await self._live_again()
+        if self.role in self.world.together:
+            await self.world.move(self.role, is_awake=True)
         self._end_step()
         self._forget()
 
@@ -100,6 +121,7 @@ class _FakeModel(_FakeProcess):
 
     async def _compute(self, seconds: float) -> None:
         """Return after `seconds`, and report progress. Raises `WorkerDied` if the process has died by then."""
+        self.world.check_device(self.role)
         while seconds > self.world.progress_s:
             await asyncio.sleep(self.world.progress_s)
             seconds -= self.world.progress_s
@@ -116,6 +138,7 @@ class _FakeModel(_FakeProcess):
     async def copy_state(self) -> str:
         """Return the state to save."""
         self._begin("save")
+        self.world.check_device(self.role)
         return json.dumps(self._state())
 
     async def write_state(self, folder: AnyPath, state: str) -> Files:
@@ -205,6 +228,7 @@ class FakeActor(_FakeModel):
 
     async def publish(self, version: PolicyVersion) -> Published:
         self._begin("publish")
+        self.world.check_device(self.role)
         self.version, began_s = version, now()
         await asyncio.sleep(self.world.publish_s)
         self._check_alive()
@@ -223,6 +247,7 @@ class FakeActor(_FakeModel):
 
     async def load(self, folder: AnyPath) -> int:
         self._begin("load")
+        self.world.check_device(self.role)
         state = json.loads((folder / "weights.json").read_bytes())
         self.world.weights, self.version = state["weights"], state["version"]
         self.world.consumed = Counter(state["consumed"])
@@ -283,6 +308,7 @@ class FakeCritic(_FakeModel):
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         self._begin("annotate_step")
         self._check_fetched(plan)
+        self.world.check_device(self.role)
         return _columns(self.world, groups, plan, column, float(self.num_steps))
 
     async def train_step(self, plan: BatchPlan, columns: Mapping[Column, Sequence[Ref]]) -> TrainStats:
@@ -301,6 +327,7 @@ class FakeCritic(_FakeModel):
 
     async def load(self, folder: AnyPath) -> None:
         self._begin("load")
+        self.world.check_device(self.role)
         self.num_steps = json.loads((folder / "critic.json").read_bytes())["num_steps"]
 
 
@@ -341,6 +368,11 @@ class FakeReference(_FakeProcess):
                 await self._live_again()
                 on_recovery(worker, self.world.restart_s)
 
+    async def sleep(self) -> None:
+        with suppress(WorkerDied):
+            await super().sleep()
+        self.world.awake.discard(self.role)
+
     async def annotate(self, groups: Sequence[Group], column: Column) -> list[Group]:
         self._begin("annotate")
         await asyncio.sleep(sum(self.world.annotate_s(group.group_id) for group in groups))
@@ -349,7 +381,10 @@ class FakeReference(_FakeProcess):
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
         self._begin("annotate_step")
+        if self.role in self.world.together and self.role not in self.world.awake:  # a successor is set up now
+            await self.world.move(self.role, is_awake=True)
         await self.world.fetch("annotate_step", groups)
+        self.world.check_device(self.role)
         return _columns(self.world, groups, plan, column, -1.0)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlsys.algorithm import Algorithm, Column, LossInputs, LossOutput, TrajectoryAdvantage
-from rlsys.contracts import Workers
+from rlsys.contracts import StepAnnotator, Tenant, Workers
+from rlsys.loop.device_leases import ACTOR, EVALUATION, REFERENCE, ROLLOUT
 from rlsys.testing.fake_pools import FakePinnedRollouts, FakeRewards, FakeRollouts
 from rlsys.testing.fake_training import FakeActor, FakeCritic, FakeReference, FakeRelays
 from rlsys.testing.world_state import WorldState
@@ -47,17 +48,29 @@ class FakeWorld(WorldState):
 
     def workers(self) -> Workers:
         reference, critic, rewards = FakeReference(self), FakeCritic(self), FakeRewards(self)
+        actor, rollouts, evaluation = FakeActor(self), FakeRollouts(self), FakePinnedRollouts(self)
+        of_steps: dict[Column, StepAnnotator] = {Column.REFERENCE_MISMATCHED: reference, Column.VALUES: critic}
+        if REFERENCE in self.together:
+            of_steps[Column.REFERENCE_LOGPROBS] = reference
+        roles: dict[str, Tenant] = {
+            ACTOR: actor,
+            "critic": critic,
+            REFERENCE: reference,
+            ROLLOUT: rollouts,
+            EVALUATION: evaluation,
+        }
         return Workers(
-            FakeRollouts(self),
+            rollouts,
             rewards,
-            FakeActor(self),
+            actor,
             FakeRelays(self),
-            annotators={Column.REFERENCE_LOGPROBS: reference},
-            evaluation=FakePinnedRollouts(self),
-            step_annotators={Column.REFERENCE_MISMATCHED: reference, Column.VALUES: critic},
+            annotators={Column.REFERENCE_LOGPROBS: reference} if REFERENCE not in self.together else {},
+            evaluation=evaluation,
+            step_annotators=of_steps,
             critic=critic,
             composer=rewards,
             reference=reference,
+            tenants={role: worker for role, worker in roles.items() if role in self.together},
         )
 
 

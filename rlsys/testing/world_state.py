@@ -105,6 +105,10 @@ class WorldState:
     training_deaths: Mapping[str, Collection[int]] = field(default_factory=dict)
     """Deaths of training workers, by worker and call (`actor-0 train_step`, `critic-0 fetch`, `reference annotate`):
     the indices, from 0, of the calls in which it dies."""
+    together: Collection[str] = ()
+    """Roles that share one device in turns."""
+    move_s: float = 0.05
+    """Seconds in which a role gives the device away, or takes it back."""
     num_eval_replicas: int = 1
     """Replicas of the evaluation lane."""
     eval_s: Callable[[int], float] = lambda group_id: 1.0
@@ -134,6 +138,8 @@ class WorldState:
         self._num_fetches: Counter[str] = Counter()
         self.gone: dict[int, Ref] = {}
         """Lost payloads, by their `id`; kept so that no other payload reuses the `id`."""
+        self.awake = {"actor"} & set(self.together)
+        """Roles of `together` that have the device: one, or none."""
         self._num_given_up = 0
         self.num_calls: Counter[str] = Counter()
 
@@ -180,6 +186,19 @@ class WorldState:
             self._num_given_up += 1
             await asyncio.sleep(self.notice_s(self._num_given_up - 1))
             raise PayloadLost(gone)
+
+    async def move(self, role: str, *, is_awake: bool) -> None:
+        """Give the shared device to the workers of a role, or take it away. Fails if another role has it."""
+        await asyncio.sleep(self.move_s)
+        if is_awake:
+            assert self.awake <= {role}, f"{role} wakes, and {self.awake} has the device"
+            self.awake.add(role)
+        else:
+            self.awake.discard(role)
+
+    def check_device(self, role: str) -> None:
+        """Fail if the workers of a role compute on a device that they do not have."""
+        assert role not in self.together or role in self.awake, f"{role} computes, and {self.awake} has the device"
 
     def dies(self, worker: str, call: str) -> bool:
         """Count a call of a training worker; return True if it dies in it."""

@@ -75,25 +75,36 @@ def now() -> float:
 
 
 class PausedDeadline:
-    """Deadline whose clock runs only inside its `with` blocks, such as while a group waits for tokens. Blocks side by
-    side count once."""
+    """Deadline whose clock runs only inside its `with` blocks, such as while a group waits for tokens, and while nobody
+    holds it. Blocks side by side count once."""
 
     def __init__(self, seconds: float, on_end: Callable[[], object]) -> None:
         """`on_end` is called once, when the clock has run for `seconds`."""
         self._left_s, self._on_end = seconds, on_end
         self._num_running, self._began_s = 0, 0.0
         self._entry: object | None = None
-        self.is_over = False
+        self._is_held = self.is_over = False
 
     def __enter__(self) -> None:
         self._num_running += 1
-        if self._num_running == 1 and self._left_s < inf:
-            self._began_s = now()
-            self._entry = ticker().call_later(self._left_s, self._end)
+        self._turn()
 
     def __exit__(self, *raised: object) -> None:
         self._num_running -= 1
-        if not self._num_running and self._entry is not None:
+        self._turn()
+
+    def hold(self, *, is_held: bool) -> None:
+        """Stop the clock, or let it go on."""
+        self._is_held = is_held
+        self._turn()
+
+    def _turn(self) -> None:
+        """Start or stop the clock, if it does not run as it should."""
+        runs = self._num_running > 0 and not self._is_held and self._left_s < inf
+        if runs and self._entry is None:
+            self._began_s = now()
+            self._entry = ticker().call_later(self._left_s, self._end)
+        elif not runs and self._entry is not None:
             ticker().cancel(self._entry)
             self._left_s -= now() - self._began_s
             self._entry = None

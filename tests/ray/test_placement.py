@@ -14,7 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from rlsys.config.resource_plan import Role
+from rlsys.config.placement_plan import Role
 from rlsys.errors import ConfigError
 from tests.jobs import config_of, write_model
 from workers.ray.cluster import Resources

@@ -34,6 +34,9 @@ DEADLY = (
     *(f"reference {call}" for call in ("annotate", "annotate_step")),
 )
 """Calls in which a worker of the training side may die."""
+ROLES = ("actor", "rollout", "critic", "reference", "evaluation")
+MOVING = tuple(f"{worker} {call}" for worker in ("actor-0", "critic-0", "rollout") for call in ("sleep", "wake"))
+"""Calls of hand-overs in which a worker may die."""
 LOSABLE = ("score", "annotate", "fetch", "fetch_critic", "annotate_step", "save_groups")
 
 
@@ -113,7 +116,7 @@ def sessions_of(seed: int) -> tuple[list[Session], Mapping[str, Any]]:
     }
     limits["num_updates"] = chance.randint(1, limits["groups_per_step"])
     limits["rules"], limits["constants"] = curation_of(seed)
-    limits["deaths"] = deaths_of(seed)
+    limits["deaths"], limits["together"] = deaths_of(seed), together_of(seed)
     stop_at = chance.randint(1, STEPS - 1) if chance.random() < 0.25 else STEPS
     with TemporaryDirectory() as folder:
         return [_session(chance, Path(folder), limits, stop) for stop in sorted({stop_at, STEPS})], limits
@@ -155,7 +158,8 @@ def outcome_of(sessions: Sequence[Session], limits: Mapping[str, Any]) -> Outcom
 
 def _session(chance: random.Random, folder: Path, limits: Mapping[str, Any], stop: int) -> Session:
     """One driver's part of a run, from the newest checkpoint until step `stop`."""
-    limits, world = dict(limits), world_of(chance)
+    limits = dict(limits)
+    world = replace(world_of(chance), together=limits.pop("together"))
     rules: CurationSection = limits.pop("rules")
     if limits.get("max_staleness", 0) == 0:
         rules = rules.model_copy(update={"stored_successes": 0})
@@ -191,7 +195,15 @@ def deaths_of(seed: int) -> dict[str, set[int]]:
     chance = random.Random(f"deaths {seed}")
     if chance.random() < 0.67:
         return {}
-    return {call: {chance.randint(1, 12)} for call in chance.sample(DEADLY, chance.randint(1, 4))}
+    deaths = {call: {chance.randint(1, 12)} for call in chance.sample(DEADLY, chance.randint(1, 4))}
+    moving = chance.sample(MOVING, 2) if together_of(seed) else []
+    return deaths | {call: {chance.randint(1, 12)} for call in moving}
+
+
+def together_of(seed: int) -> tuple[str, ...]:
+    """In every third schedule, two roles or more share a device."""
+    chance = random.Random(f"together {seed}")
+    return ROLES[: chance.randint(2, len(ROLES))] if chance.random() < 0.33 else ()
 
 
 def most_failures(world: FakeWorld) -> int:

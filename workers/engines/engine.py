@@ -70,6 +70,8 @@ class EngineSpec:
     """Return which experts were chosen, see `Turn.routing`. Not supported by vLLM on a CPU."""
     keeps_replies: bool = True
     """Keep keys and values of replies for prompts that go on from them. vLLM always does."""
+    shares_device: bool = False
+    """True if its device is a GPU that other workers use in turns: then its memory is given away in `Engine.sleep`."""
     lora: LoraSection | None = None
     """The adapter that `load` takes, on the frozen model of `model_path`; None: `load` takes all weights."""
 
@@ -171,6 +173,17 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Continue decoding."""
+
+    async def sleep(self) -> None:
+        """Decode nothing, and free the memory of the device, until `wake`. Weights, and requests with all their tokens,
+        are kept elsewhere.
+
+        Waits for the calls under way that read or write weights, which may need a step; those that come meanwhile wait
+        for `wake`. A weight change that has paused the engine may go on after it.
+        """
+
+    async def wake(self) -> None:
+        """Take the memory back, and go on as before `sleep`."""
 
     def stats(self) -> EngineStats: ...
 

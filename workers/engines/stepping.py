@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from asyncio import AbstractEventLoop, CancelledError, Future, get_running_loop, to_thread
+from asyncio import AbstractEventLoop, CancelledError, Event, Future, get_running_loop, to_thread
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -114,7 +114,13 @@ class SteppingEngine(ABC):
         """Calls that wait until one more version fits."""
         self._outbox: list[tuple[Future, object]] = []
         """Answers of this turn: futures, and what resolves them."""
-        self._is_paused = self._is_closing = False
+        self._is_paused = self._is_asleep = self._is_closing = False
+        self._awake: Event | None = None
+        """Set by the next `wake`; None if the engine is awake."""
+        self._unused = Event()
+        """Set when a call that reads or writes weights ends."""
+        self._num_using = 0
+        """Those calls."""
         self._turn: _Turn | None = None
         """The current turn of the step thread; None while it waits."""
         self._seen: tuple[_Turn | None, float] = (None, 0.0)
@@ -151,6 +157,12 @@ class SteppingEngine(ABC):
 
     def _evict(self) -> None:  # noqa: B027  (with one version, there is nothing to evict)
         """Evict versions without running jobs, except the newest, and `_grant_room`."""
+
+    def _move_out(self) -> None:  # noqa: B027  (an engine may keep its memory)
+        """Free the memory of the device; no step runs until `_move_in`."""
+
+    def _move_in(self) -> None:  # noqa: B027
+        """Undo `_move_out`."""
 
     def _start_up(self) -> None:  # noqa: B027  (nothing to prepare is common)
         """Prepare the step thread; called first on it."""
@@ -201,9 +213,42 @@ class SteppingEngine(ABC):
     async def resume(self) -> None:
         await self._ask("resuming the engine", partial(self._set_paused, False))
 
+    async def sleep(self) -> None:
+        self._awake = self._awake or Event()
+        while self._num_using:
+            self._unused = Event()
+            await self._unused.wait()
+        await self._ask("falling asleep", self._fall_asleep, self._spec.load_s)
+
+    async def wake(self) -> None:
+        try:
+            await self._ask("waking", self._wake_up, self._spec.load_s)
+        finally:
+            self._let_go_on()
+
+    def _let_go_on(self) -> None:
+        """Wake the calls that wait for the device."""
+        if self._awake is not None:
+            self._awake.set()
+            self._awake = None
+
+    @asynccontextmanager
+    async def _on_device(self) -> AsyncIterator[None]:
+        """Keep the engine awake inside the block. Waits while it sleeps; unblocked by `wake`, or `close`."""
+        while self._awake is not None:
+            await self._awake.wait()
+        self._check_open("using its device")
+        self._num_using += 1
+        try:
+            yield
+        finally:
+            self._num_using -= 1
+            self._unused.set()
+
     async def close(self) -> None:
         with suppress(WorkerError):  # the end of the thread is the answer
             await self._ask("closing the engine", self._set_closing)
+        self._let_go_on()  # what waits learns that the engine has ended
         if not isinstance(self._end, DeadlineExceeded):
             await to_thread(self._thread.join)
 
@@ -274,11 +319,11 @@ class SteppingEngine(ABC):
     def _serve(self) -> None:
         """Run turns: commands, a step, answers.
 
-        Consumes waiting jobs and commands; produces completions and answers. Waits for either while paused or without
-        jobs; unblocked by `generate` and `_post`.
+        Consumes waiting jobs and commands; produces completions and answers. Waits for either while paused, asleep, or
+        without jobs; unblocked by `generate` and `_post`.
         """
         while not (self._is_closing or self._end):
-            if self._is_paused or not (self._waiting or self._is_busy()):
+            if self._is_halted or not (self._waiting or self._is_busy()):
                 self._turn = None
                 self._wake.wait()
             self._turn = _Turn(self._spec.step_s)
@@ -286,7 +331,7 @@ class SteppingEngine(ABC):
             while self._commands:
                 self._commands.popleft()()
             self._flush()  # callers of commands do not wait for the step
-            if not self._is_paused:
+            if not self._is_halted:
                 self._advance()
             self._flush()
 
@@ -299,8 +344,22 @@ class SteppingEngine(ABC):
     def _report(self, known: Mapping[str, int]) -> Mapping[str, Completion]:
         return progress_of(self._running(), known)
 
+    @property
+    def _is_halted(self) -> bool:
+        return self._is_paused or self._is_asleep
+
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
+
+    def _fall_asleep(self) -> None:
+        if not self._is_asleep:
+            self._is_asleep = True
+            self._move_out()
+
+    def _wake_up(self) -> None:
+        if self._is_asleep:
+            self._move_in()
+            self._is_asleep = False
 
     def _set_closing(self) -> None:
         self._is_closing = True

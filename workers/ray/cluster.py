@@ -39,6 +39,8 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 """Variable that PyTorch reads the settings of its allocator from, when it is imported."""
 OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """Its former name, which PyTorch and vLLM still read."""
+LOGICAL_GPUS = "RLSYS_LOGICAL_GPUS"
+"""Variable with the number of GPUs that a local cluster has in name only."""
 SEMAPHORES = "rlsys-"
 """Begin of the names of semaphores in a local cluster."""
 ANSWER_S = 20.0
@@ -80,11 +82,20 @@ class Resources:
         import torch
 
         torch.set_num_threads(self.threads)
-        return torch.device("cuda" if self.num_gpus else "cpu")
+        return torch.device("cuda" if self.num_gpus and not num_logical_gpus() else "cpu")
 
     def build(self, make: Callable[..., T]) -> T:
         """Call `make` with the `device`, in the process that has these resources."""
         return make(device=self.claim())
+
+
+def num_logical_gpus() -> int:
+    """Number of GPUs that this machine has in name only; 0 where they are real.
+
+    Workers that have one compute on the CPU, and move their memory as if it were that of a GPU: for tests of placement
+    and of hand-overs on machines without GPUs.
+    """
+    return int(os.environ.get(LOGICAL_GPUS, "0"))
 
 
 NO_MATHS = Resources(num_cpus=0.0)
@@ -189,6 +200,7 @@ def connect(address: str | None, num_cpus: int | None, begun: LocalStart | None 
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
+                    num_gpus=num_logical_gpus() or None,
                     object_store_memory=store,
                     include_dashboard=False,
                     _temp_dir=str(folder / "ray"),

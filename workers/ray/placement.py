@@ -11,8 +11,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlsys.config.placement_plan import NodeRoom, PlacementPlan
-from rlsys.config.resource_plan import Role, role_of_policy
+from rlsys.config.placement_plan import NodeRoom, PlacementPlan, Role
+from rlsys.config.resource_plan import role_of_policy
 from rlsys.errors import ConfigError
 from rlsys.types import POLICY
 

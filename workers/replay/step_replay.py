@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlsys.algorithm import REFERENCE_COLUMNS, Column, LossInputs, LossOutput
+from rlsys.algorithm import Column, LossInputs, LossOutput
 from rlsys.batch.packing import BatchPlan, MicroBatchPlan, RankPlan, plan_batch
 from rlsys.batch.tensors import MicroBatch, StepData
 from rlsys.loop.checkpoint import FailedStep
@@ -122,7 +122,7 @@ def models_on_gpu(config: Config) -> frozenset[str]:
         POLICY: config.resources["actor"].num_gpus > 0,
         CRITIC: Column.VALUES in columns and config.resources["critic"].num_gpus > 0,
         REFERENCE: config.has_reference
-        and Column.REFERENCE_MISMATCHED in columns
+        and bool(config.columns_of_steps)
         and config.resources["reference"].num_gpus > 0,
     }
     return frozenset(model for model, is_there in is_on_gpu.items() if is_there)
@@ -180,7 +180,7 @@ class Models:
                 own, settings, ranks, dtype=dtype, device=device(CRITIC),
                 savings=savings, lora=config.critic_lora,
             )  # fmt: skip
-        if Column.REFERENCE_MISMATCHED in columns and config.has_reference:
+        if config.columns_of_steps and config.has_reference:
             distribution, max_tokens = config.rollout.distribution, config.micro_batch_tokens
             self._reference = ReferenceWorker(config.reference_path, dtype, distribution, max_tokens, device(REFERENCE))
 
@@ -209,14 +209,14 @@ class Models:
     def _columns(self, plan: RankPlan, data: StepData) -> dict[Column, StepColumn]:
         """Columns that are computed per step."""
         columns: dict[Column, StepColumn] = {}
-        if self._config.is_own_reference:
-            for kind in sorted(self._config.algorithm.columns & REFERENCE_COLUMNS):
+        for kind in sorted(self._config.columns_of_steps):
+            if self._reference is None:
                 distribution = self._config.rollout.distribution
                 with _threads(self._config.resources["actor"].threads):
                     columns[kind] = self.policy.reference(plan, data, kind, distribution)
-        if self._reference is not None:
-            with _threads(self._config.resources["reference"].threads):
-                columns[Column.REFERENCE_MISMATCHED] = self._reference.mismatched_logprobs(plan, data)
+            else:
+                with _threads(self._config.resources["reference"].threads):
+                    columns[kind] = self._reference.column_of_rank(plan, data, kind)
         if self._critic is not None:
             with _threads(self._config.resources["critic"].threads):
                 columns[Column.VALUES] = self._critic.values(plan, data)

@@ -262,6 +262,16 @@ class EngineReplica:
             self._quiet.clear()
             await self._quiet.wait()
 
+    async def sleep(self) -> None:
+        """See `Engine.sleep`. Holds stay, and new requests and weight changes wait."""
+        await self._engine.sleep()
+        self._speed.note(self._engine.stats().num_tokens, 0)
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._speed.note(self._engine.stats().num_tokens, min(len(self._running), self._num_slots))
+        await self._engine.wake()
+
     def forget(self, owner: str) -> None:
         """End the holds of a session worker that has died."""
         for name in [name for name in self._holds if name.rpartition("/")[0] == owner]:

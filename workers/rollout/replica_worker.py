@@ -72,6 +72,16 @@ class ReplicaWorker:
         """Abort all running requests, with their tokens; return once they have ended."""
         await self.replicas[policy].drain()
 
+    @remote("giving its device away", patience=inf)
+    async def sleep(self) -> None:
+        """See `EngineReplica.sleep`."""
+        await asyncio.gather(*(replica.sleep() for replica in self.replicas.values()))
+
+    @remote("taking its device back", patience=inf)
+    async def wake(self) -> None:
+        """See `EngineReplica.wake`."""
+        await asyncio.gather(*(replica.wake() for replica in self.replicas.values()))
+
     @remote("forgetting {owner}")
     async def forget(self, owner: str) -> None:
         """End the requests and holds of a session worker that has died."""

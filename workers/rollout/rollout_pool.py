@@ -109,6 +109,9 @@ class RolloutPool(Pool[RolloutWorker]):
     ) -> None:
         """`policies` are those of the replicas' engines, in their order. Without `sessions`, replicas play groups."""
         self._policies, self._sessions = tuple(policies), sessions
+        self._is_asleep, self._woken = False, asyncio.Event()
+        self._num_setting_up = 0
+        """Replicas that load their model now."""
         self._places: dict[int, str] = {}
         """Worker that plays each group, by group id."""
         self._stuck: set[str] = set()
@@ -195,6 +198,47 @@ class RolloutPool(Pool[RolloutWorker]):
     def placements(self) -> Mapping[int, str]:
         return dict(self._places)
 
+    async def sleep(self) -> None:
+        """See `Tenant.sleep`. Waits for replicas that are being set up; no other is until `wake`."""
+        if self._is_asleep:
+            return
+        self._is_asleep = True
+        self._woken.clear()
+        self._meet_all()
+        while self._num_setting_up:
+            await self._changed.wait()
+        await self._move(ReplicaWorker.sleep)
+
+    async def wake(self) -> None:
+        """See `Tenant.wake`."""
+        await self._move(ReplicaWorker.wake)
+        self._is_asleep = False
+        self._woken.set()
+        self._meet_all()
+
+    async def _move(self, method: Callable[[ReplicaWorker], Awaitable[None]]) -> None:
+        """Let all live replicas sleep, or wake. Those that fail at it have ended when this returns."""
+        moving = [member for member in self._all if member.is_live]
+        outcomes = await _outcomes([_replica(member).call(method) for member in moving])
+        for member, failure in zip(moving, outcomes, strict=True):
+            if isinstance(failure, WorkerError):
+                await member.worker.kill_with_stacks()
+                if member.is_live:
+                    self.on_failure(failure)
+                    self._replace(member, self.on_recovery)
+                    member.calls.fail(failure)
+
+    async def _set_up(self, member: PoolMember[RolloutWorker]) -> None:
+        """See `Pool._set_up`. Waits until the replicas are awake: until then, the device belongs to others."""
+        while self._is_asleep:
+            await self._woken.wait()
+        self._num_setting_up += 1
+        try:
+            await super()._set_up(member)
+        finally:
+            self._num_setting_up -= 1
+            self._notify()
+
     async def close(self) -> None:
         await asyncio.gather(super().close(), *([self._sessions.close()] if self._sessions else []))
 
@@ -263,7 +307,9 @@ class RolloutPool(Pool[RolloutWorker]):
     async def _send_handles(self, player: PoolMember[Any]) -> None:
         handles, cut_off = [*map(_replica, self._alive)], [m.name for m in self._alive if m.is_cut_off]
         with suppress(WorkerError):  # one that is gone needs none
-            await _sessions(player).call(SessionWorker.meet, handles, sorted(self._stuck), cut_off)
+            await _sessions(player).call(
+                SessionWorker.meet, handles, sorted(self._stuck), cut_off, are_asleep=self._is_asleep
+            )
 
     def _forget(self, owner: str) -> None:
         """End what replicas do for a session worker that is gone."""

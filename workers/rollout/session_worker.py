@@ -69,6 +69,8 @@ class LiveGroup:
     """Without those that were ended early."""
     settled_reward: float | None = None
     """See `Group.settled_reward`."""
+    deadline: PausedDeadline | None = None
+    """Set once it is played."""
 
     @property
     def key(self) -> GroupKey:
@@ -106,6 +108,8 @@ class SessionWorker:
         self.name, self._sessions, self._roads = name, sessions, roads
         self._group_s, self._judge, self._local = group_s, judge, local or {}
         self._live: set[LiveGroup] = set()
+        self._are_asleep = False
+        """True while all replicas sleep."""
         self._numbers = count(1)
         self._remote: dict[tuple[str, str], RemoteReplica] = {}
         """By policy, and name of the replica."""
@@ -139,10 +143,18 @@ class SessionWorker:
 
     @remote("connecting to its replicas")
     def meet(
-        self, replicas: Sequence[Remote[ReplicaWorker]], stuck: Sequence[str] = (), cut_off: Sequence[str] = ()
+        self,
+        replicas: Sequence[Remote[ReplicaWorker]],
+        stuck: Sequence[str] = (),
+        cut_off: Sequence[str] = (),
+        *,
+        are_asleep: bool = False,
     ) -> None:
         """Use these replicas from now. Those in `stuck` make no progress: others are preferred. Requests at those that
-        are `cut_off` go on elsewhere."""
+        are `cut_off` go on elsewhere. While all of them sleep, the deadlines of groups stand still."""
+        self._are_asleep = are_asleep
+        for deadline in [live.deadline for live in self._live if live.deadline is not None]:
+            deadline.hold(is_held=are_asleep)
         first = place_of(self.name) % max(1, len(replicas))  # session workers choose differently among equal replicas
         near = sorted([*replicas[first:], *replicas[:first]], key=lambda each: each.name != self.name)
         for policy, road in self._roads.items():
@@ -210,7 +222,8 @@ class SessionWorker:
 
     async def _play(self, live: LiveGroup) -> None:
         playing = asyncio.ensure_future(self._sessions.play(live, self.name))
-        deadline = PausedDeadline(self._group_s, playing.cancel)
+        deadline = live.deadline = PausedDeadline(self._group_s, playing.cancel)
+        deadline.hold(is_held=self._are_asleep)
         for claim in live.claims:
             claim.waiting = deadline
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +180,10 @@ class FsdpBackend(Sharded):
 
     def _state(self) -> dict[str, Mapping[str, Tensor]]:
         return super()._state() | ({REFERENCE: self._reference.tensors} if self._reference is not None else {})
+
+    def _resident(self) -> Iterator[Tensor]:
+        yield from super()._resident()
+        yield from self._reference.tensors.values() if self._reference is not None else ()
 
     def columns(self) -> list[TokenColumns]:
         """Per-token results of this rank's last step; empty before the first step. Not collective."""

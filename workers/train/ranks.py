@@ -166,6 +166,16 @@ class Rank:
         self._backend.load(folder, self._stabilizer)
         return self._stabilizer.synchronous_steps_left if self._stabilizer else 0
 
+    @remote("giving its device away")
+    def sleep(self) -> None:
+        """Free what only a step needs; move the rest to the host, if others use its GPU. Not collective."""
+        self._backend.move_out(self._stabilizer, moves_state=self._spec.resources.num_gpus > 0)
+
+    @remote("taking its device back")
+    def wake(self) -> None:
+        """Undo `sleep`. Not collective."""
+        self._backend.move_in()
+
     @property
     def fetched_data(self) -> StepData:
         """The data of the current step."""
@@ -257,7 +267,7 @@ class ActorRank(Rank):
             num_ranks=spec.mesh.num_ranks,
             probe=policy.probe(),
             base=policy.base,
-            pin=spec.resources.num_gpus > 0,
+            pin=policy.is_on_gpu,
         )
         return Published(version, num_bytes, time.monotonic() - start_s + waited_s)
 

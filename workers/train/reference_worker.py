@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
+from rlsys.algorithm import Column
 from rlsys.batch.packing import RankPlan
 from rlsys.batch.samples import samples_in
 from rlsys.number_arrays import FloatArray
@@ -31,16 +33,21 @@ class ReferenceWorker:
         max_tokens: int,
         device: torch.device,
         policy: str = POLICY,
+        *,
+        shares_device: bool = False,
     ) -> None:
         """`distribution` is that of sampling, so that both sides of the KL use the same. With several policies, only
-        tokens of `policy` are scored. Raises `ModelError`."""
+        tokens of `policy` are scored. `shares_device`: its device is a GPU that others use while it sleeps. Raises
+        `ModelError`."""
         import torch
 
         from workers.model.model_loading import load_model
+        from workers.model.moving_memory import MovingMemory
 
         self._policy, self._device = policy, device
         self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), self._device)
         self._distribution, self._max_tokens = distribution, max_tokens
+        self._memory = MovingMemory(device) if shares_device else None
 
     @remote("scoring groups")
     def annotate(self, parcel: Parcel) -> tuple[int, tuple[object, ...]]:
@@ -48,11 +55,25 @@ class ReferenceWorker:
         payloads = parcel.open()
         return len(payloads), tuple(self.logprobs(payload) for payload in payloads)
 
-    @remote("scoring mismatched pairs")
-    def annotate_step(self, parcel: StepParcel, plans: Sequence[RankPlan]) -> tuple[int, *tuple[StepColumn, ...]]:
-        """A receipt, and `Column.REFERENCE_MISMATCHED` of each rank. Raises `PayloadLost`."""
+    @remote("scoring a step")
+    def annotate_step(
+        self, parcel: StepParcel, plans: Sequence[RankPlan], kind: Column
+    ) -> tuple[int, *tuple[StepColumn, ...]]:
+        """A receipt, and the column `kind` of each rank. Raises `PayloadLost`."""
         data = parcel.open()
-        return len(plans), *(self.mismatched_logprobs(plan, data) for plan in plans)
+        return len(plans), *(self.column_of_rank(plan, data, kind) for plan in plans)
+
+    @remote("giving its device away")
+    def sleep(self) -> None:
+        """Move the model to the host, if others use its GPU."""
+        if self._memory is not None:
+            self._memory.move_out(chain(self._model.parameters(), self._model.buffers()))
+
+    @remote("taking its device back")
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._memory is not None:
+            self._memory.move_in()
 
     def logprobs(self, payload: tuple[Episode, ...]) -> list[FloatArray]:
         """One row per sample, in the order of `samples_in`: a logprob per completion token, 0.0 where not trained."""
@@ -68,13 +89,16 @@ class ReferenceWorker:
             for (e, t, _), sample in samples
         ]
 
-    def mismatched_logprobs(self, plan: RankPlan, data: StepData) -> StepColumn:
-        """`Column.REFERENCE_MISMATCHED` for a rank: logprobs of its trained tokens after another task's prompt."""
+    def column_of_rank(self, plan: RankPlan, data: StepData, kind: Column) -> StepColumn:
+        """Logprobs of the trained tokens of a rank; for `Column.REFERENCE_MISMATCHED` after another task's prompt."""
         import torch
 
         from workers.model.logprobs import trained_logprobs
         from workers.train.step_data import mismatched_column
 
         score = torch.no_grad()(lambda batch: trained_logprobs(self._model, batch, self._distribution))
-        columns = (mismatched_column(data, m, plan.partners, score, self._device) for m in plan.micro_batches)
+        if kind is Column.REFERENCE_MISMATCHED:
+            columns = [mismatched_column(data, m, plan.partners, score, self._device) for m in plan.micro_batches]
+        else:
+            columns = [score(data.micro_batch(m).to(self._device))[0] for m in plan.micro_batches]
         return [column_N.cpu().numpy() for column_N in columns]

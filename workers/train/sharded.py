@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import fmean
 
 import torch
@@ -15,6 +15,7 @@ from rlsys.errors import CheckpointError, OutOfMemory, TrainingError
 from rlsys.stabilizer import GradientDecision, Stabilizer
 from rlsys.util.any_paths import AnyPath
 from workers.model.model_tensors import local, persistent_buffers
+from workers.model.moving_memory import MovingMemory
 from workers.train.adapter_state import PART, check_saved
 from workers.train.layout import RankLayout
 from workers.train.optimizer import (
@@ -64,6 +65,7 @@ class Sharded:
         self._counted = {name for name, parameter in self.parameters().items() if layout.counts(parameter)}
         """Parameters of which this rank's part counts in sums over ranks."""
         self._state_writer = StateWriter(self._ranks, layout.state_device)
+        self._memory = MovingMemory(self._device)
         self.num_passes = 0
         """Forward passes that were begun, each of a micro-batch."""
         root.register_forward_pre_hook(self._count_pass)
@@ -173,6 +175,31 @@ class Sharded:
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def move_out(self, stabilizer: Stabilizer | None = None, *, moves_state: bool) -> None:
+        """Free gradients and gathered weights. With `moves_state`, move weights, optimizer and the state of the
+        stabilizer from this rank's device to the host, until `move_in`. Not collective."""
+        self.wait_copied()
+        self._optimizer.zero_grad()
+        self.reshard()
+        if moves_state:
+            state = stabilizer.state_dict() if stabilizer else {}
+            self._memory.move_out([*self._resident(), *state.values()])
+
+    def move_in(self) -> None:
+        """Undo `move_out`. Not collective."""
+        self._memory.move_in()
+
+    def _resident(self) -> Iterator[Tensor]:
+        """Yield what stays on the device between two steps."""
+        yield from self._module.parameters()
+        yield from self._module.buffers()
+        for state in self._optimizer.state.values():
+            yield from state.values()
 
     def save(self, folder: AnyPath, stabilizer: Stabilizer | None = None) -> Writing:
         """Save weights, optimizer, step and stabilizer state; each rank writes its share.

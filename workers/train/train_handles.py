@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,13 +33,16 @@ LOOK_S = 2.0
 
 
 class ReferenceHandle:
-    """Implements `Reference` for `Column.REFERENCE_LOGPROBS`, `StepAnnotator` for `Column.REFERENCE_MISMATCHED`."""
+    """Implements `Reference` for `Column.REFERENCE_LOGPROBS`, and `StepAnnotator`."""
 
-    def __init__(self, start: Callable[[int], Remote[ReferenceWorker]], silence_s: float) -> None:
+    def __init__(
+        self, start: Callable[[int], Remote[ReferenceWorker]], silence_s: float, *, is_shared: bool = False
+    ) -> None:
         """`start(n)` gives a process to the successor of `n` others; one without a heartbeat for `silence_s` has
-        failed."""
-        self._start, self._silence_s = start, silence_s
+        failed. With `is_shared`, its device may belong to others when it is replaced."""
+        self._start, self._silence_s, self._is_shared = start, silence_s, is_shared
         self._num_before, self._worker = 0, start(0)
+        self._is_set_up = False
         self.on_unplaced: Callable[[WorkerError], None] = lambda lack: None
         """Called again and again while the worker waits for a place that the cluster does not have."""
         self._replacing = asyncio.Lock()
@@ -50,6 +53,7 @@ class ReferenceHandle:
 
     async def ready(self) -> None:
         await self._worker.setup(silence_s=self._silence_s, on_unplaced=self.on_unplaced)
+        self._is_set_up = True
 
     async def close(self) -> None:
         self._worker.kill()
@@ -61,8 +65,9 @@ class ReferenceHandle:
             began_s = time.monotonic()
             await self._worker.kill_with_stacks()
             self._num_before += 1
-            self._worker = self._start(self._num_before)
-            await self.ready()
+            self._worker, self._is_set_up = self._start(self._num_before), False
+            if not self._is_shared:  # else its next call sets it up, which has the device
+                await self.ready()
             on_recovery(worker, time.monotonic() - began_s)
 
     async def annotate(self, groups: Sequence[Group], column: Column) -> list[Group]:
@@ -70,15 +75,35 @@ class ReferenceHandle:
         return [replace(g, columns={**g.columns, column: PayloadRef(chunk, i)}) for i, g in enumerate(groups)]
 
     async def annotate_step(self, groups: Sequence[Group], plan: BatchPlan, column: Column) -> list[Ref]:
-        plans = plan
-        parcel = StepParcel.of(groups, plans, (), has_pairs=True)
-        _, columns = await self._split(ReferenceWorker.annotate_step, len(plans), parcel, plans)
+        parcel = StepParcel.of(groups, plan, (), has_pairs=column.is_paired)
+        _, columns = await self._split(ReferenceWorker.annotate_step, len(plan), parcel, plan, column)
         return [*columns]
+
+    async def sleep(self) -> None:
+        """See `Tenant.sleep`. A worker that fails is killed; then the next column has another started."""
+        if not self._is_set_up:
+            return
+        try:
+            await self._watched(self._worker.call(ReferenceWorker.sleep))
+        except (WorkerDied, DeadlineExceeded):
+            await self._worker.kill_with_stacks()
+
+    async def wake(self) -> None:
+        await self._ensure_set_up()
+        await self._watched(self._worker.call(ReferenceWorker.wake))
+
+    async def _ensure_set_up(self) -> None:
+        if self._is_shared and not self._is_set_up:
+            await self.ready()
 
     async def _split(self, method: Callable[..., Any], num_kept: int, *args: object) -> tuple[Any, list[Any]]:
         """See `Remote.split`; raises as soon as the process is dead or silent."""
-        worker = self._worker
-        return await unless(worker.split(method, num_kept, *args), worker.watch_process(self._silence_s))
+        await self._ensure_set_up()
+        return await self._watched(self._worker.split(method, num_kept, *args))
+
+    async def _watched(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return the answer to a call of the worker; raise as soon as the process is dead or silent."""
+        return await unless(call, self._worker.watch_process(self._silence_s))
 
 
 class RecorderHandle:
@@ -167,8 +192,17 @@ class RanksHandle(Generic[R]):
     async def watch(self, on_progress: Callable[[], None]) -> None:
         await asyncio.gather(*(rank.watch_process(self._silence_s, on_progress) for rank in self._ranks))
 
-    async def restart(self) -> None:
+    async def sleep(self) -> None:
+        await self._all(Rank.sleep)
+
+    async def wake(self) -> None:
+        await self._all(Rank.wake)
+
+    async def end(self) -> None:
         await asyncio.gather(*(rank.kill_with_stacks() for rank in self._ranks))
+
+    async def restart(self) -> None:
+        await self.end()
         self._num_before += 1
         self._ranks = self._start(self._num_before)
         await self.ready()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config.placement_plan import NodeRoom, PlacementPlan, can_hold
-from rlsys.config.resource_plan import Role, plan_of
+from rlsys.config.placement_plan import NodeRoom, PlacementPlan, Role, can_hold
+from rlsys.config.resource_plan import plan_of
 from tests.jobs import config_of
 
 EIGHT = [NodeRoom("10.0.0.1", 64.0, 8.0)]

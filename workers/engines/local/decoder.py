@@ -34,7 +34,7 @@ from rlsys.types import PolicyVersion
 from workers.engines.engine import available_bytes
 from workers.engines.local.padded_experts import ROW_MULTIPLE, pad_experts
 from workers.engines.local.prefix_store import PrefixStore, StoredPrefix, pieces_of
-from workers.engines.local.slot_cache import SLOT_ATTENTION, SlotCache, SlotMasks
+from workers.engines.local.slot_cache import SLOT_ATTENTION, KeptCache, SlotCache, SlotMasks
 from workers.engines.stepping import EngineJob
 from workers.engines.stop_texts import NO_STOP_TEXTS, StopTexts
 from workers.model.decoder_layers import num_cached_values
@@ -70,6 +70,8 @@ class Decoder:
         """Tokens sampled, tokens that were computed for that, and prompt tokens found in the store of prefixes."""
         self._prefixes = PrefixStore(max(max_context, int(PREFIX_SHARE * num_slots * max_context)))
         self.jobs: list[EngineJob] = []
+        self._kept: list[KeptCache] = []
+        """Keys and values of the jobs while the slots have no memory."""
         self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
         model.set_attn_implementation(SLOT_ATTENTION)
         pad_experts(model)
@@ -228,6 +230,20 @@ class Decoder:
         for first in range(0, len(contexts), rows):
             self._prefill(contexts[first : first + rows], first)
         self._routing_SKW.copy_(recorded_SKW)
+
+    @torch.inference_mode()
+    def move_out(self) -> None:
+        """Free the keys and values of all slots; those of running jobs are kept on the host."""
+        self._kept = [self._cache.keep(slot, job.version, self._context(slot)) for slot, job in enumerate(self.jobs)]
+        self._cache.free()
+
+    @torch.inference_mode()
+    def move_in(self) -> None:
+        """Undo `move_out`."""
+        self._cache.allocate()
+        for slot, kept in enumerate(self._kept):
+            self._cache.take(slot, kept)
+        self._kept = []
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:

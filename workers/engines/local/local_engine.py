@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from workers.engines.local.decoder import Decoder
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.engines.stop_texts import StopTexts
 from workers.model.lora import published_tensors
+from workers.model.moving_memory import MovingMemory
 from workers.transport.buckets import specs_in
 from workers.transport.checksums import checksum_of
 
@@ -45,7 +47,7 @@ class LocalEngine(SteppingEngine):
         name: str,
     ) -> None:
         """`decode` gives the text of token ids; without it, requests must have no stop texts."""
-        texts = StopTexts(decode)
+        texts, self._memory = StopTexts(decode), MovingMemory(model.device)
         self._shapes, self._residents = ModelShapes.of(model), Residents(model, version)
         self._specs: tuple[TensorSpec, ...] = ()
         """Of the newest weights, as they were published."""
@@ -76,19 +78,23 @@ class LocalEngine(SteppingEngine):
             return
         self._staged = None
         await self._find_room()
-        self._staged = weights, await to_thread(self._residents.lay_out, weights)
+        async with self._on_device():
+            self._staged = weights, await to_thread(self._residents.lay_out, weights)
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         load = self._replace if self._spec.resident_versions == 1 else self._add
-        await self._ask(f"loading version {version}", partial(load, version, weights), self._spec.load_s)
+        async with self._on_device():
+            await self._ask(f"loading version {version}", partial(load, version, weights), self._spec.load_s)
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
         """See `Engine.checksums`: of the model's parameters and buffers, in a separate thread."""
         self._check_open("computing checksums")
-        return await to_thread(self._residents.checksums, self._specs)
+        async with self._on_device():
+            return await to_thread(self._residents.checksums, self._specs)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return await self._ask("scoring tokens", partial(self._score, token_ids))
+        async with self._on_device():
+            return await self._ask("scoring tokens", partial(self._score, token_ids))
 
     def stats(self) -> EngineStats:
         num_running = len(self._decoder.jobs)
@@ -114,6 +120,15 @@ class LocalEngine(SteppingEngine):
 
     def _start_up(self) -> None:
         self._decoder.warm_up()
+
+    def _move_out(self) -> None:
+        self._decoder.move_out()
+        if self._spec.shares_device:
+            self._memory.move_out(self._residents.tensors())
+
+    def _move_in(self) -> None:
+        self._memory.move_in()
+        self._decoder.move_in()
 
     def _is_busy(self) -> bool:
         return bool(self._decoder.jobs)
@@ -200,7 +215,8 @@ class Residents:
 
     def __init__(self, model: PreTrainedModel, version: PolicyVersion) -> None:
         """Register the model's current weights as `version`."""
-        self._live, self._name_of = published_tensors(model), ModelShapes.of(model).first_names
+        self._model, self._live = model, published_tensors(model)
+        self._name_of = ModelShapes.of(model).first_names
         own = {name: tensor.data for name, tensor in self._live.items()}
         self._sets: dict[PolicyVersion, Mapping[str, Tensor]] = {version: own}  # replaced, not mutated: threads read it
         self._used = version
@@ -209,6 +225,10 @@ class Residents:
     def versions(self) -> tuple[PolicyVersion, ...]:
         """The loaded versions, in order of loading."""
         return tuple(self._sets)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the model, and of every set; some share memory."""
+        yield from chain(self._model.parameters(), self._model.buffers(), *(of.values() for of in self._sets.values()))
 
     @torch.no_grad()
     def overwrite(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:

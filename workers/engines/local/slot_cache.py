@@ -73,6 +73,16 @@ class SlotLayer(CacheLayerMixin):
         rows = (len(key_states), -1, -1, -1)
         return keys[seen].expand(rows), values[seen].expand(rows)
 
+    def free(self) -> None:
+        """Give the memory away; keys and values keep their shapes, and must not be used."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (t.new_zeros(()).expand(t.shape) for t in (self.keys, self.values))
+
+    def allocate(self) -> None:
+        """Take it back, filled with zeros."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (t.new_zeros(t.shape) for t in (self.keys, self.values))
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.num_keys, 0
 
@@ -116,10 +126,22 @@ class SlotCache(Cache):
         for tensor, states in zip(self._tensors(), kept.tensors, strict=True):
             tensor[slot, :, : states.shape[1]] = states
 
+    def free(self) -> None:
+        """Give the memory of all slots away."""
+        for layer in self._layers():
+            layer.free()
+
+    def allocate(self) -> None:
+        """Take it back, filled with zeros."""
+        for layer in self._layers():
+            layer.allocate()
+
+    def _layers(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
     def _tensors(self) -> list[Tensor]:
         """Keys, then values, of each layer that has been updated."""
-        layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
-        return [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        return [tensor for layer in self._layers() for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
 class SlotMasks:

@@ -113,8 +113,10 @@ class VllmEngine(SteppingEngine):
         if kind in OTHERWISE:
             raise ModelError(f"vLLM computes other logprobs than the trainer for {kind}; use rollout.engine=local")
         sequences = spec.slots + 1  # one more, for scoring
+        self._sleeps = spec.shares_device and device.type == "cuda"
         ours: dict[str, Any] = {
             "model": spec.model_path,
+            **({"enable_sleep_mode": True} if self._sleeps else {}),
             "dtype": spec.dtype,
             "max_model_len": spec.max_context,
             "max_num_seqs": sequences,
@@ -179,8 +181,9 @@ class VllmEngine(SteppingEngine):
                 )
             specs = [TensorSpec(n, self._spec.dtype, self._shapes.known[n]) for n in sorted(self._shapes.required)]
             prepare = partial(self._llm.collective_rpc, "rlsys_prepare", args=(specs, self._outline.config))
-            await self._ask("preparing for weights", prepare, self._spec.load_s)
-            await self._shards.stage(checkpoint_tensors(self._outline, weights))
+            async with self._on_device():
+                await self._ask("preparing for weights", prepare, self._spec.load_s)
+                await self._shards.stage(checkpoint_tensors(self._outline, weights))
         self._staged = weights
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
@@ -189,7 +192,8 @@ class VllmEngine(SteppingEngine):
             await self.stage(weights)
         else:  # the pause is no time to wait for room
             check_weights(self._name, weights, self._shapes)
-        await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
+        async with self._on_device():
+            await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
         """See `Engine.checksums`. Left out are tensors that vLLM computes with while loading them, and those of layers
@@ -200,20 +204,22 @@ class VllmEngine(SteppingEngine):
             return {}
         first_names = (self._shapes.first_names[spec.name] for spec in self._specs)
         firsts = [TensorSpec(name, spec.dtype, spec.shape) for name, spec in zip(first_names, self._specs, strict=True)]
-        if self._adapters:
-            parts = await self._adapters.part_sums(self._shards, self._version)
-        else:
-            read_back = partial(self._llm.collective_rpc, "rlsys_read_back")
-            await self._ask("reading packed weights", read_back, self._spec.load_s)
-            dtypes = {spec.name: spec.dtype for spec in firsts}
-            parts = await self._shards.call("computing checksums", "rlsys_checksums", dtypes)
+        async with self._on_device():
+            if self._adapters:
+                parts = await self._adapters.part_sums(self._shards, self._version)
+            else:
+                read_back = partial(self._llm.collective_rpc, "rlsys_read_back")
+                await self._ask("reading packed weights", read_back, self._spec.load_s)
+                dtypes = {spec.name: spec.dtype for spec in firsts}
+                parts = await self._shards.call("computing checksums", "rlsys_checksums", dtypes)
         sums = sum_checksums(parts, firsts)
         return {spec: sums[first] for spec, first in zip(self._specs, firsts, strict=True) if first in sums}
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         future: Future[tuple[float, ...]] = get_running_loop().create_future()
-        self._post(partial(self._add_scoring, token_ids, future), future, "scoring tokens")
-        return await future
+        async with self._on_device():
+            self._post(partial(self._add_scoring, token_ids, future), future, "scoring tokens")
+            return await future
 
     def stats(self) -> EngineStats:
         _, num_queued = self._core.scheduler.get_request_counts()  # waiting for cache blocks, or for a first step
@@ -251,9 +257,13 @@ class VllmEngine(SteppingEngine):
             self._take(output)
 
     def _set_paused(self, is_paused: bool) -> None:
+        super()._set_paused(is_paused)
+        self._submit_nothing(is_paused=is_paused or self._is_asleep)
+
+    def _submit_nothing(self, *, is_paused: bool) -> None:
+        """Let vLLM submit no step any more, and take the tokens of those in flight; or let it go on."""
         from vllm.v1.core.sched.interface import PauseState
 
-        super()._set_paused(is_paused)
         self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL if is_paused else PauseState.UNPAUSED)
         while is_paused and self._core.batch_queue:
             self._step()
@@ -405,6 +415,21 @@ class VllmEngine(SteppingEngine):
             self._loads = {version: load for version, load in self._loads.items() if version in used}
             self._adapters.evict_all_but(self._llm, used)
         self._grant_room()
+
+    def _move_out(self) -> None:
+        """Running requests lose their keys and values, and compute them again. On a CPU vLLM cannot sleep: it keeps
+        the memory. It never slept on a GPU in our tests."""
+        if not self._is_paused:
+            self._submit_nothing(is_paused=True)
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+    def _move_in(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up()
+        if not self._is_paused:
+            self._submit_nothing(is_paused=False)
 
     def _start_up(self) -> None:
         torch.get_num_threads()  # sets OpenMP's thread count for this thread, before vLLM reads it

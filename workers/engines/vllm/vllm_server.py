@@ -251,6 +251,12 @@ class VllmServerEngine:
         found = answer["choices"][0]["prompt_logprobs"]
         return tuple(one[str(token)]["logprob"] for token, one in zip(token_ids[1:], found[1:], strict=True))
 
+    async def sleep(self) -> None:
+        """See `Engine.sleep`: the server keeps its device, which no worker of a run shares."""
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+
     def stats(self) -> EngineStats:
         """See `Engine.stats`. The use of the server's cache is unknown here, and reads 0."""
         return EngineStats(

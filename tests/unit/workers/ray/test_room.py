@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.config.placement_plan import NodeRoom
-from rlsys.config.resource_plan import Role
+from rlsys.config.placement_plan import NodeRoom, Role
 from rlsys.errors import ConfigError
 from workers.ray.cluster import Resources, caution_about_idle_gpus, short_of
 from workers.ray.placement import check_fits

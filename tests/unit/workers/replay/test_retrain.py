@@ -138,7 +138,8 @@ class Run:
         """What is made of a whole step."""
         columns = {}
         if self.reference is not None and Column.REFERENCE_MISMATCHED in self.config.algorithm.columns:
-            columns[Column.REFERENCE_MISMATCHED] = self.reference.mismatched_logprobs(plan, data)
+            kind = Column.REFERENCE_MISMATCHED
+            columns[kind] = self.reference.column_of_rank(plan, data, kind)
         if self.critic is not None:
             columns[Column.VALUES] = self.critic.values(plan, data)
         return columns

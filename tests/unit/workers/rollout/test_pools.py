@@ -60,7 +60,7 @@ class Process:
     def call(self) -> Process:
         return self
 
-    def remote(self, path: str, *arguments: object) -> Call:
+    def remote(self, path: str, *arguments: object, **_: object) -> Call:
         vars(self).setdefault("paths", []).append(path)
         return getattr(self, path.rpartition(".")[2]).remote(*arguments)
 

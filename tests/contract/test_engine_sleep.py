@@ -1,0 +1,153 @@
+"""How engines give their device away and take it back: for every engine, then what only a real model can show."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+
+from rlsys.errors import WorkerDied
+from rlsys.routing.requests import Completion
+from tests.contract.engines import Kit, adapted, ask, local, pause_after, qwen, run, turns, with_a_model
+from workers.engines.engine import Engine
+from workers.engines.local.local_engine import LocalEngine
+
+TWO = [ask("a", new=50), ask("b", new=40, prompt=(9, 8, 7, 6), seed=5)]
+
+
+async def begin(engine: Engine, num_tokens: int = 6) -> list[asyncio.Task[Completion]]:
+    """Two requests that have sampled some tokens."""
+    tasks = [asyncio.create_task(engine.generate(request)) for request in TWO]
+    await turns(1)
+    await pause_after(engine, num_tokens)
+    await engine.resume()
+    return tasks
+
+
+async def undisturbed(engine: Engine) -> list[Completion]:
+    return [await task for task in await begin(engine)]
+
+
+def test_requests_sleep_with_their_tokens_and_go_on(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> list[Completion]:
+        tasks = await begin(engine)
+        for _ in range(2):
+            await engine.sleep()
+            num_tokens = engine.stats().num_tokens
+            late = asyncio.create_task(engine.generate(ask("late")))
+            await turns(20)
+            assert engine.stats().num_tokens == num_tokens
+            assert not late.done()
+            await engine.wake()
+            await late
+        return [await task for task in tasks]
+
+    slept, calm = run(kit, scenario), run(kit, undisturbed)
+    assert [len(done.output_ids) for done in slept] == [50, 40]
+    if kit.is_exact:
+        assert slept == calm
+
+
+@pytest.mark.parametrize("call", ["load", "checksums", "score"])
+def test_what_needs_the_device_waits_for_it(kit: Kit, call: str) -> None:
+    async def scenario(engine: Engine) -> None:
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "load": lambda: engine.load(4, kit.weights(1)),
+            "checksums": engine.checksums,
+            "score": lambda: engine.score((5, 6, 7)),
+        }
+        await engine.sleep()
+        if call == "load":
+            await engine.pause()
+        asked = asyncio.ensure_future(calls[call]())
+        await turns(20)
+        assert not asked.done()
+        await engine.wake()
+        await asked
+        await engine.resume()
+        assert len((await engine.generate(ask())).output_ids) == 6
+
+    run(kit, scenario)
+
+
+def test_a_weight_change_that_has_paused_the_engine_goes_on_after_the_sleep(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> list[Completion]:
+        tasks = await begin(engine)
+        await engine.pause()
+        await engine.sleep()
+        await engine.wake()
+        num_tokens = engine.stats().num_tokens
+        await turns(20)
+        assert engine.stats().num_tokens == num_tokens, "it is paused still"
+        await engine.sleep()
+        await engine.resume()
+        await turns(20)
+        assert engine.stats().num_tokens == num_tokens, "it sleeps"
+        await engine.wake()
+        return [await task for task in tasks]
+
+    assert [len(done.output_ids) for done in run(kit, scenario)] == [50, 40]
+
+
+def test_sleep_and_wake_may_be_repeated(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        await engine.wake()
+        for call in (engine.sleep, engine.sleep, engine.wake, engine.wake):
+            await call()
+        assert len((await engine.generate(ask())).output_ids) == 6
+
+    run(kit, scenario)
+
+
+def test_an_engine_that_is_closed_asleep_ends_what_waits() -> None:
+    async def scenario(engine: Engine) -> None:
+        await engine.sleep()
+        waiting = [asyncio.ensure_future(call) for call in (engine.score((5, 6)), engine.generate(ask()))]
+        await turns(5)
+        await engine.close()
+        for each in waiting:
+            with pytest.raises(WorkerDied):
+                await each
+
+    run(local, scenario)
+
+
+@with_a_model
+def test_weights_are_what_they_were(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        await engine.pause()
+        await engine.load(4, kit.weights(1))
+        await engine.resume()
+        before = await engine.checksums(), await engine.score((5, 6, 7, 8))
+        await engine.sleep()
+        await engine.wake()
+        assert (await engine.checksums(), await engine.score((5, 6, 7, 8))) == before
+
+    run(kit, scenario)
+
+
+@pytest.mark.parametrize("model", [qwen, lambda: qwen(tied=False), adapted], ids=["tied", "untied", "lora"])
+@pytest.mark.parametrize("num_versions", [1, 2])
+def test_a_sleeping_engine_has_given_away_all_its_memory_of_a_shared_device(model, num_versions) -> None:
+    """With both versions of two that requests run on, of which the second shares some tensors with the first."""
+    own = model()
+
+    async def scenario(engine: Engine) -> list[Completion]:
+        assert isinstance(engine, LocalEngine)
+        tasks = await begin(engine)
+        before = weights_of(engine)
+        await engine.sleep()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in engine._residents.tensors()) == 0
+        assert sum(t.untyped_storage().nbytes() for t in engine._decoder._cache._tensors()) < 100
+        await engine.wake()
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(engine), before, strict=True))
+        return [await task for task in tasks]
+
+    shared = run(lambda: local(own, resident_versions=num_versions, shares_device=True), scenario)
+    assert shared == run(lambda: local(model()), undisturbed)
+
+
+def weights_of(engine: LocalEngine) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in engine._residents.tensors()]
