@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,6 +142,28 @@ def three_nodes(forks: None) -> Iterator[Cluster]:
     yield nodes
     ray.shutdown()
     nodes.shutdown()
+
+
+@pytest.fixture
+def gpu_nodes(forks: None) -> Iterator[Callable[..., None]]:
+    """What starts a cluster with a node for each of these numbers of logical GPUs, and labels for some by index."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes: list[Cluster] = []
+
+    def begin(*gpus: int, labels: Mapping[int, Mapping[str, str]] | None = None) -> None:
+        each = {"num_cpus": 8, "object_store_memory": 100 << 20}
+        head = {**each, "num_gpus": gpus[0], "include_dashboard": False}
+        nodes.append(cluster := Cluster(initialize_head=True, head_node_args=head))
+        for i, num in enumerate(gpus[1:], start=1):
+            cluster.add_node(num_gpus=num, labels=dict((labels or {}).get(i, {})), **each)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+
+    yield begin
+    ray.shutdown()
+    for cluster in nodes:
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -167,13 +167,13 @@ def _bundle(role: Role, count: int) -> Bundle:
 
 
 def _joined(bundles: list[Bundle], role: Role, shared: Sequence[int]) -> list[int]:
-    """Let worker i of a role share the bundle of rank i, and return these bundles; none if there are too few."""
-    if role.count > len(shared):
-        return []
-    for i in shared[: role.count]:
+    """Let worker i of a role share the bundle of rank i, or begin with the first again; return these bundles, and none
+    without such ranks."""
+    of_workers = [shared[i % len(shared)] for i in range(role.count)] if shared else []
+    for i in of_workers:
         old = bundles[i]
         bundles[i] = replace(old, num_cpus=old.num_cpus + role.num_cpus, free=old.free - role.num_gpus)
-    return [*shared[: role.count]]
+    return of_workers
 
 
 def _rests(bundles: list[Bundle], role: Role, count: int) -> list[int]:

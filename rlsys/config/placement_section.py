@@ -24,5 +24,5 @@ class PlacementSection(Section):
     together: Annotated[tuple[Sharing, ...], AfterValidator(_named_once)] = ()
     """Roles that share devices in turns, at least `actor` and `rollout`: one computes while the others sleep in the
     memory of the host, so that one GPU is enough. Rank i of `actor` and `critic`, replica i, and evaluating replica i
-    are on one device, the `reference` on the first. Roles that the run does not have are passed over. None: each worker
-    has devices of its own."""
+    are on one device, the `reference` on the first; on CPUs, replicas may be more than ranks. Roles that the run does
+    not have are passed over. None: each worker has devices of its own."""

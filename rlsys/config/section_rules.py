@@ -131,7 +131,7 @@ def _devices_can_be_shared(
             yield ("resources", role, "labels"), f"should be those of {roles[0]}, whose nodes it shares"
     counts = {"rollout": rollout.replicas, **({"eval": eval.replicas} if eval.every else {})}
     for section, count in counts.items():
-        if count > num_ranks:
+        if on_gpus and count > num_ranks:
             text = f"should be at most {num_ranks}, one on the device of each rank (placement.together)"
             yield (section, "replicas"), text
 

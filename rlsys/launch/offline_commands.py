@@ -19,6 +19,7 @@ from rlsys.batch.packing import BatchPlan
 from rlsys.config import Config
 from rlsys.config.chat_section import NO_TEMPLATE, ChatSection
 from rlsys.config.loader import load_sections, of_tree, tree_in
+from rlsys.config.placement_section import PlacementSection
 from rlsys.config.resource_plan import evaluation_roles, needs
 from rlsys.data.inspection import Inspection, Rendering, inspect
 from rlsys.data.row_adapters import AS_FOUND, Columns
@@ -156,6 +157,7 @@ async def _evaluate(
     from workers.ray.placement import check_fits, live_nodes
     from workers.worker_set import start_fixed_rollouts, start_recorder, start_rewards
 
+    config = config.model_copy(update={"placement": PlacementSection()})  # nothing else runs beside the replicas
     roles = evaluation_roles(config)
     num_cpus, _ = needs(roles)
     cluster = ray_cluster.connect(config.ray_address, preflight.local_cpus(config, num_cpus))

@@ -11,7 +11,7 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -311,6 +311,16 @@ class TrainingJob:
     def _caution(self, sentence: str) -> None:
         self.events.emit(CautionRaised(sentence))
 
+    def _resize_of(self, workers: WorkerSet) -> Callable[[int], None]:
+        """Return what changes the number of replicas. Raises `ConfigError` for those on the devices of ranks."""
+
+        def refuse(size: int) -> None:
+            raise ConfigError(
+                "replicas have the devices of the ranks (placement.together), and cannot be more or fewer"
+            )
+
+        return refuse if self.config.tenants else workers.rollouts.resize
+
     def _emit_failure(self, error: BaseException) -> None:
         self._emit_end("failed", f"{type(error).__name__}: {full_text(error)}")
 
@@ -408,7 +418,7 @@ class TrainingJob:
             self.events.emit(PhaseDone("start_up", time.monotonic() - self.began))
             stops.stop = lambda: [driver.stop() for driver in drivers.values()]
             gc.freeze()  # all of start-up's objects stay, and a collection need not look at them again
-            async with follow(self.config.run_dir, workers.rollouts.resize, self._caution):
+            async with follow(self.config.run_dir, self._resize_of(workers), self._caution):
                 if joint is None:
                     reached = {name: await driver.run(starts[name]) for name, driver in drivers.items()}
                 else:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from rlsys.config.placement_plan import Role
@@ -24,8 +23,6 @@ from workers.reward.reward_worker import RewardPool
 from workers.worker_set import WorkerSet
 
 GpuNodes: TypeAlias = Callable[..., None]
-MEMORY = 100 << 20
-"""Of an object store."""
 
 
 class Whereabouts:
@@ -36,31 +33,17 @@ class Whereabouts:
         return context.get_node_id(), tuple(context.get_accelerator_ids()["GPU"])
 
 
-@pytest.fixture
-def gpu_nodes(forks: None) -> Iterator[GpuNodes]:
-    """What starts a cluster with a node for each of these numbers of logical GPUs, and labels for some by index."""
-    nodes: list[Cluster] = []
-
-    def begin(*gpus: int, labels: Mapping[int, Mapping[str, str]] | None = None) -> None:
-        each = {"num_cpus": 8, "object_store_memory": MEMORY}
-        head = {**each, "num_gpus": gpus[0], "include_dashboard": False}
-        nodes.append(cluster := Cluster(initialize_head=True, head_node_args=head))
-        for i, num in enumerate(gpus[1:], start=1):
-            cluster.add_node(num_gpus=num, labels=dict((labels or {}).get(i, {})), **each)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-
-    yield begin
-    ray.shutdown()
-    for cluster in nodes:
-        cluster.shutdown()
-
-
 def actor(count: int, gpus: float = 1.0, *, block: int = 1, num_copies: int = 1) -> Role:
     return Role("actor rank", count, 0.5, gpus, block=block, num_copies=num_copies)
 
 
 def rollouts(count: int, gpus: float = 1.0, **labels: str) -> Role:
     return Role("rollout", count, 0.5, gpus, labels)
+
+
+def in_turns(role: Role) -> Role:
+    """One of two roles that share devices."""
+    return replace(role, num_gpus=0.5, is_shared=True)
 
 
 def landed(*roles: Role) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
@@ -146,3 +129,23 @@ def test_the_workers_of_a_run_land_as_planned(gpu_nodes: GpuNodes, model_path: P
     assert (len(ranks), len(set(ranks)), len(set(replicas))) == (2, 1, 2)
     (there,) = (node["NodeManagerPort"] for node in ray.nodes() if node["Labels"].get("for"))
     assert judge[1] == there
+
+
+@pytest.mark.parametrize("gpus", [(4,), (2, 2), (1, 1, 2)])
+def test_workers_that_take_turns_have_the_device_of_the_rank_of_their_number(gpu_nodes: GpuNodes, gpus):
+    gpu_nodes(*gpus)
+    found = landed(in_turns(actor(4)), in_turns(rollouts(4)))
+    assert found["rollout"] == found["actor rank"]
+    assert len(set(found["rollout"])) == 4
+
+
+def test_fewer_replicas_than_ranks_have_the_first_devices(gpu_nodes: GpuNodes):
+    gpu_nodes(4)
+    found = landed(in_turns(actor(4)), in_turns(rollouts(2)))
+    assert found["rollout"] == found["actor rank"][:2]
+
+
+def test_too_few_devices_for_turns_are_refused(gpu_nodes: GpuNodes):
+    gpu_nodes(2)
+    with pytest.raises(ConfigError, match="the run needs 4 GPUs and the cluster has 2"):
+        landed(in_turns(actor(4)), in_turns(rollouts(4)))

@@ -76,13 +76,18 @@ class Resources:
             return {}
         return {ALLOCATOR: "expandable_segments:True"}
 
+    @property
+    def has_cuda(self) -> bool:
+        """True if its process computes on a GPU."""
+        return self.num_gpus > 0 and not num_logical_gpus()
+
     def claim(self) -> torch.device:
         """Limit the threads of this process and return its device: the GPU from Ray if one was requested, else the
         CPU."""
         import torch
 
         torch.set_num_threads(self.threads)
-        return torch.device("cuda" if self.num_gpus and not num_logical_gpus() else "cpu")
+        return torch.device("cuda" if self.has_cuda else "cpu")
 
     def build(self, make: Callable[..., T]) -> T:
         """Call `make` with the `device`, in the process that has these resources."""

@@ -409,7 +409,7 @@ def start(
         max_concurrency=ASYNC_CALLS if is_async else 1,
         scheduling_strategy=_strategy(place, bundle, spreads=spreads),
         label_selector=dict(resources.labels) or None,
-        runtime_env=fork_environment(environment, has_gpu=resources.num_gpus > 0),
+        runtime_env=fork_environment(environment, has_gpu=resources.has_cuda),
     )
     return Remote(name, kind, actor.remote(build), deadline_s, place, resources, bundle=bundle)
 
