@@ -57,6 +57,10 @@ KEYS = {
         "start_up_s", "start_up_breakdown_s", *PAYLOADS,
     },
     "payloads": PAYLOADS,
+    "placement": {
+        "together_over_split", "wake_over_memcpy", "wake_over_clone", "resident_over_larger", "moved_mb", "join_s",
+        "rows",
+    },
     "recovery": {"recovery_s", "step_s", "interrupt_s"},
     "road": {
         "identity_types", "identity_beside", "files", "lines", "of_files", "page_files", "page_lines", "not_on_page",

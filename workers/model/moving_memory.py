@@ -40,7 +40,7 @@ class MovingMemory:
         self._finish()
         for storage in storages:
             storage.resize_(0)
-        if self._device.type == "cuda":
+        if storages and self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class MovingMemory:
 
     def _finish(self) -> None:
         """Return once all copies are done."""
-        if self._device.type == "cuda":
+        if self._away and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
@@ -71,9 +71,12 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedSt
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.device.type != device.type or not local.untyped_storage().nbytes():
+            continue
+        if not local.untyped_storage().resizable():  # a file that is mapped into memory
+            local.data = local.clone()
         storage = local.untyped_storage()
-        if local.device.type == device.type and storage.nbytes() and storage.resizable():
-            found.setdefault(storage.data_ptr(), storage)
+        found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
 
 

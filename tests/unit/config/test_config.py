@@ -315,6 +315,51 @@ def test_a_reference_that_cannot_follow_the_policy_is_refused(tmp_path: Path, ov
     assert message in "\n".join(refusal(path, overrides=("reference.sync={}", *overrides)))
 
 
+TOGETHER = "placement.together=[actor,rollout]"
+ON_GPUS = ("resources.actor.gpus=1", "resources.rollout.gpus=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("placement.together=[rollout,critic]",), "placement.together: should have actor too"),
+        (("placement.together=[actor,reward]",), "placement.together[1]: input should be 'actor', 'rollout'"),
+        (("placement.together=[actor,actor]",), "placement.together: should name each role once"),
+        ((TOGETHER, "rollout.engine={urls: [http://127.0.0.1:1]}"), "placement.together: a vLLM server keeps its dev"),
+        ((TOGETHER, "rollout.tensor_parallel=2"), "rollout.tensor_parallel: should be 1 with placement.together"),
+        ((TOGETHER, "resources.actor.gpus=1"), "resources.rollout.gpus: should be 1, as placement.together has it"),
+        ((TOGETHER, *ON_GPUS[:1], "resources.rollout.gpus=0.5"), "resources.rollout.gpus: should be 1"),
+        ((TOGETHER, "resources.rollout.labels={a: b}"), "resources.rollout.labels: should be those of actor"),
+        (
+            (TOGETHER, *ON_GPUS, "rollout.replicas=2"),
+            "rollout.replicas: should be at most 1, one on the device of",
+        ),
+        ((TOGETHER, "policies={a: {}, b: {}}"), "placement.together: several policies cannot share devices"),
+    ],
+)
+def test_devices_that_cannot_be_shared_are_refused(tmp_path: Path, overrides: tuple[str, ...], message: str):
+    assert message in "\n".join(refusal(write(tmp_path, MINIMAL), overrides=overrides))
+
+
+def test_roles_that_share_devices_are_those_of_the_run(tmp_path: Path):
+    every = "placement.together=[actor,rollout,critic,reference]"
+    path = write(tmp_path, MINIMAL)
+    assert Config.load(path).tenants == ()
+    assert Config.load(path, [every]).tenants == ("actor", "rollout")
+    evaluated = Config.load(path, [every, "algorithm.kl_coef=0.1", "eval.every=5", "eval.data={a: x.jsonl}"])
+    assert evaluated.tenants == ("actor", "reference", "rollout", "evaluation")
+    assert evaluated.columns_of_steps == {Column.REFERENCE_LOGPROBS}
+    assert Config.load(path, [TOGETHER, "algorithm.kl_coef=0.1"]).columns_of_steps == frozenset()
+
+
+def test_shared_devices_are_reserved_once(tmp_path: Path):
+    ranks = ("train.mesh.shard=4", "rollout.replicas=4", "reward.workers=0", *ON_GPUS)
+    assert plan_of(Config.load(write(tmp_path, MINIMAL), ranks)).num_gpus == 8
+    shared = plan_of(Config.load(write(tmp_path, MINIMAL), (*ranks, TOGETHER)))
+    assert (shared.num_gpus, shared.num_cpus) == (4, 4)
+    assert "  4 x rollout: 0.5 CPUs, 0.5 GPUs each, on shared devices" in list(shared.lines())
+
+
 def test_the_ranks_of_the_actor_are_the_reference_that_follows_them(tmp_path: Path):
     config = Config.load(write(tmp_path, MINIMAL), ("algorithm.kl_coef=0.1", "reference.sync={}"))
     assert (config.is_own_reference, config.has_reference) == (True, False)

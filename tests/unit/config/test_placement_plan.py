@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def actor(count: int, gpus: float = 1.0, *, block: int = 1, num_copies: int = 1)
 
 def rollouts(count: int, gpus: float = 1.0) -> Role:
     return Role("rollout", count, 1.0, gpus)
+
+
+def in_turns(role: Role) -> Role:
+    """One of two roles that share devices."""
+    return replace(role, num_gpus=role.num_gpus / 2, num_cpus=0.5, is_shared=True)
 
 
 def sizes(plan: PlacementPlan) -> list[tuple[int, float]]:
@@ -124,6 +130,26 @@ def test_a_run_is_refused_exactly_if_no_arrangement_of_its_workers_fits(
 def test_a_large_run_is_looked_at_in_moments():
     nodes = [NodeRoom(f"10.0.{i}.1", 64.0, 8.0) for i in range(128)]
     assert not problems([actor(512, block=8), rollouts(512)], nodes)
+
+
+@pytest.mark.parametrize("gpus", [0.0, 1.0])
+def test_workers_that_take_turns_share_the_bundle_of_a_rank(gpus: float):
+    reward = Role("reward", 1, 1.0, gpus)
+    plan = PlacementPlan.of([in_turns(rollouts(3, gpus)), in_turns(actor(4, gpus)), reward], EIGHT)
+    assert [plan.places["rollout", i] for i in range(3)] == [plan.places["actor rank", i] for i in range(3)]
+    assert [(b.num_cpus, b.num_gpus) for b in plan.bundles] == [(1.0, gpus)] * 3 + [(0.5, gpus), (1.0, gpus)]
+
+
+def test_more_workers_than_ranks_begin_with_the_first_device_again():
+    plan = PlacementPlan.of([in_turns(rollouts(3, 0.0)), in_turns(actor(2, 0.0))], EIGHT)
+    assert [plan.places["rollout", i] for i in range(3)] == [0, 1, 0]
+
+
+def test_ranks_of_actor_and_critic_take_turns_too():
+    critic = replace(in_turns(actor(4)), name="critic rank")
+    plan = PlacementPlan.of([in_turns(actor(4)), critic], FOUR_OF_TWO)
+    assert [plan.places["critic rank", i] for i in range(4)] == [plan.places["actor rank", i] for i in range(4)]
+    assert sizes(plan) == [(1, 1.0)] * 4
 
 
 def test_the_plan_of_a_configuration_has_its_mesh(tmp_path: Path):

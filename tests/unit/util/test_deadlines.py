@@ -135,3 +135,26 @@ def test_idleness_is_counted_from_the_last_progress():
         assert progress.idle_s() == 1.0
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("is_inside_first", [True, False])
+def test_a_held_deadline_stands_still(is_inside_first: bool):
+    async def main() -> None:
+        ends: list[float] = []
+        loop = asyncio.get_running_loop()
+        deadline = deadlines.PausedDeadline(5.0, lambda: ends.append(loop.time()))
+        if not is_inside_first:
+            deadline.hold(is_held=True)
+        with deadline:
+            if is_inside_first:
+                await asyncio.sleep(2)
+                deadline.hold(is_held=True)
+            await asyncio.sleep(100)
+            deadline.hold(is_held=False)
+            assert not deadline.is_over
+            left_s = 3.0 if is_inside_first else 5.0
+            began_s = loop.time()
+            await asyncio.sleep(left_s + 1)
+        assert ends == [pytest.approx(began_s + left_s)]
+
+    run_virtual(main())
