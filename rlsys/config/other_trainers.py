@@ -215,7 +215,7 @@ _VERL = _rows(
         ("actor_rollout_ref.model.lora_rank", "train.lora.rank", "", _above_zero),
         ("actor_rollout_ref.model.lora_alpha", "train.lora.alpha"),
         (f"{_MODEL}.target_modules", "train.lora.targets", "", lambda v: v if isinstance(v, list) else None),
-        ("actor_rollout_ref.hybrid_engine", "", "rollouts and trainer are separate processes"),
+        ("actor_rollout_ref.hybrid_engine", "", "devices are shared in turns if placement.together names both"),
         (f"{_ACTOR}.optim.lr", "train.lr"),
         (f"{_ACTOR}.optim.weight_decay", "train.weight_decay"),
         (f"{_ACTOR}.optim.lr_warmup_steps", "train.warmup_steps", "", _above_zero),
