@@ -22,6 +22,7 @@ has a fresh process. Ratios are those of runs that follow each other.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -231,6 +232,7 @@ def peak_of(compute: Callable[[], None]) -> int:
     """Return the most bytes of tensors on the CPU that are alive at once while `compute` runs, beyond those before."""
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # else what is freed meanwhile was allocated before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         compute()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None

@@ -32,6 +32,7 @@ from rlsys.config.loader import load
 from rlsys.config.section import Section
 from rlsys.errors import ConfigError
 from rlsys.loop.build_driver import Constants
+from rlsys.loop.device_leases import ACTOR, ROLLOUT
 from rlsys.testing.fake_world import RewardAsAdvantage
 from rlsys.types import Group
 
@@ -159,9 +160,9 @@ class Profile(Section):
     inference_share: Share = 0.5
     """Share of the GPUs that sample; the others train. Ignored if `colocated`."""
     colocated: bool = False
-    """Share all GPUs between sampling and training, in turn. Only with `max_staleness: 0`."""
+    """Share all GPUs between sampling and training, in turns, as `placement.together` of a run."""
     switch_s: NonNegativeFloat = 0.0
-    """Seconds per step to switch colocated GPUs from sampling to training and back."""
+    """Seconds to hand colocated GPUs over from sampling to training and back."""
 
     slots: PositiveInt
     """Requests that a replica decodes at once; others wait."""
@@ -259,6 +260,11 @@ class Profile(Section):
         return self.train.fixed_s + num_tokens / (self.train.tokens_per_s * self.train_gpus)
 
     @property
+    def together(self) -> tuple[str, ...]:
+        """Roles that share devices in turns."""
+        return (ACTOR, ROLLOUT) if self.colocated else ()
+
+    @property
     def num_replicas(self) -> int:
         return self._inference_gpus // self.gpus_per_replica
 
@@ -293,8 +299,6 @@ class Profile(Section):
         if self.num_replicas == 0:
             text = f"{self._inference_gpus} GPUs sample, and one replica needs {self.gpus_per_replica}: 0 replicas"
             problems.append((("gpus_per_replica",), text))
-        if self.colocated and self.max_staleness > 0:
-            problems.append((("colocated",), "the GPUs sample and train in turn: only with max_staleness: 0"))
         longest = self.prompt.largest + self.response.largest
         if self.turns.largest == 1 and self.cache_tokens < longest < inf:
             text = f"an episode may hold {longest:.0f} tokens (prompt and response caps): one would not fit"

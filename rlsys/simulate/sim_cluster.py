@@ -19,6 +19,8 @@ from rlsys.weight_sync.relay import Announcement, Origin, Relay, broadcast
 MAX_BUCKETS = 32
 """Most buckets of a version: each bucket is an event at every relay, and stands for several of a run."""
 ACTOR_NODE = "actor"
+MOVES = 4
+"""Moves of memory in a hand-over and back: both roles sleep and wake."""
 
 
 class SimCluster(FakeWorld):
@@ -32,6 +34,8 @@ class SimCluster(FakeWorld):
             num_bytes=weights.num_bytes,
             publish_s=weights.num_bytes / weights.push_bytes_per_s,
             restart_s=profile.restart_s,
+            together=profile.together,
+            move_s=profile.switch_s / MOVES,
         )
         self.profile = profile
         self.num_chunks = -(-weights.num_bytes // BUCKET_BYTES)
@@ -46,8 +50,8 @@ class SimCluster(FakeWorld):
         self._sending: set[asyncio.Task[None]] = set()
 
     def step_s(self, version: PolicyVersion, groups: Sequence[Group]) -> float:
-        """Return the seconds of training, plus the switch of colocated GPUs."""
-        return self.profile.train_s(groups) + (self.profile.switch_s if self.profile.colocated else 0.0)
+        """Return the seconds of training."""
+        return self.profile.train_s(groups)
 
     def send(self, version: PolicyVersion) -> None:
         """Send a version down the relays."""

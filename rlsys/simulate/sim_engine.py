@@ -93,6 +93,7 @@ class SimEngine:
         self._due: list[tuple[float, int]] = []
         """Heap of (step count at the end, order of entry); entries of requests that do not run are skipped."""
         self._waiting: deque[SimRequest] = deque()
+        self._is_asleep = False
         self._num_entered = 0
         self._at_s = now()
         self._timer: asyncio.TimerHandle | None = None
@@ -138,6 +139,19 @@ class SimEngine:
         self._num_resident = max(1, num_versions)
         self._go_on()
 
+    def sleep(self) -> None:
+        """Stop decoding, and forget keys and values."""
+        self._advance()
+        self._is_asleep = True
+        self._go_on()
+
+    def wake(self) -> None:
+        """Go on; keys and values of running requests are computed again."""
+        self._advance()
+        self._is_asleep = False
+        self._debt_s += self._context / self._profile.prefill_tokens_per_s
+        self._go_on()
+
     @property
     def is_busy(self) -> bool:
         """True if a request is running."""
@@ -161,7 +175,7 @@ class SimEngine:
         at_s = now()
         elapsed, self._at_s = at_s - self._at_s, at_s
         batch = len(self._running)
-        if elapsed <= 0 or not batch:
+        if elapsed <= 0 or not batch or self._is_asleep:
             return
         before = self._context
         paid = min(elapsed, self._debt_s)
@@ -180,7 +194,7 @@ class SimEngine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._running:
+        if self._running and not self._is_asleep:
             steps = self._next_due() - self._steps
             if len(self._running) > 1:
                 steps = min(steps, (self._profile.cache_tokens - self._context) / len(self._running))

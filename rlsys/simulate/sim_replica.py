@@ -235,7 +235,7 @@ class SimReplica(FakeReplica):
             self.engine.used.exposed_s += halted_s
             self.cache_age += throws_away
         else:
-            await asyncio.sleep(load_s)
+            await self.pool.compute(load_s)
             self._is_loading = False
             self._check_alive()
             self.engine.change(version)
@@ -286,6 +286,17 @@ class SimRollouts(FakeRollouts):
         """True if every turn goes to a replica of its own; else all turns of a group go to its replica."""
         super().__init__(cluster)
 
+    async def sleep(self) -> None:
+        for replica in self.replicas:
+            replica.engine.sleep()
+            replica.cache_age += 1
+        await super().sleep()
+
+    async def wake(self) -> None:
+        await super().wake()
+        for replica in self.replicas:
+            replica.engine.wake()
+
     def live_turns(self) -> list[SimTurns]:
         """Return what the live replicas have to do for single turns; of all, if none is live."""
         live = [replica for replica in self.replicas if replica.name in self.members and not replica.is_dead]
@@ -299,4 +310,7 @@ class SimRollouts(FakeRollouts):
         return assignment.size * request_weight(self.workload.prompt_tokens(assignment.group_id))
 
     def _replica(self, place: int, name: str) -> SimReplica:
-        return SimReplica(self, place, name)
+        replica = SimReplica(self, place, name)
+        if self._is_asleep.is_set():
+            replica.engine.sleep()
+        return replica

@@ -15,9 +15,10 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from rlsys.contracts import Workers
+from rlsys.contracts import Tenant, Workers
 from rlsys.data.task_source import TaskSource
 from rlsys.loop.build_driver import build_driver
+from rlsys.loop.device_leases import ACTOR, ROLLOUT
 from rlsys.monitoring.events import Event, Events, StepDone
 from rlsys.simulate.profile import Profile
 from rlsys.simulate.sim_cluster import SimCluster
@@ -132,7 +133,10 @@ class Simulation:
         profile = self.profile
         self.world = SimCluster(profile)
         self.rollouts, self.actor = SimRollouts(self.world), FakeActor(self.world)
-        workers = Workers(self.rollouts, FakeRewards(self.world), self.actor, FakeRelays(self.world))
+        roles: dict[str, Tenant] = {ACTOR: self.actor, ROLLOUT: self.rollouts}
+        tenants = {role: roles[role] for role in profile.together}
+        relays = FakeRelays(self.world)
+        workers = Workers(self.rollouts, FakeRewards(self.world), self.actor, relays, tenants=tenants)
         # The pipe stays full to the end: the run has one more pipe of steps, and is stopped early.
         config = profile.config(folder, self.steps + profile.max_staleness + 1)
         self.driver = build_driver(

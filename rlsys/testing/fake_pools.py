@@ -90,7 +90,7 @@ class FakePool:
 
     async def _recover(self, worker: str, on_recovery: Callable[[str, float], None]) -> None:
         began_s = now()
-        await self._compute(self.world.restart_s)
+        await self.compute(self.world.restart_s)
         stem, _, generation = worker.partition(".")
         successor = f"{stem}.{int(generation or 0) + 1}"
         await self._install(worker, successor)
@@ -109,12 +109,12 @@ class FakePool:
         if fault is Fault.HANGS:
             await asyncio.sleep(self.world.group_s)
             raise DeadlineExceeded(worker, phase, f"no answer within {self.world.group_s:g} s")
-        await self._compute(seconds)
+        await self.compute(seconds)
         if fault is Fault.DIES or (self.role in self.world.together and worker not in self.members):
             raise WorkerDied(worker, phase, "the process is gone")
         return fault
 
-    async def _compute(self, seconds: float) -> None:
+    async def compute(self, seconds: float) -> None:
         """Return once the pool was awake for `seconds`."""
         if self.role not in self.world.together:
             await asyncio.sleep(seconds)

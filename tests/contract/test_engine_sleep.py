@@ -91,6 +91,56 @@ def test_a_weight_change_that_has_paused_the_engine_goes_on_after_the_sleep(kit:
     assert [len(done.output_ids) for done in run(kit, scenario)] == [50, 40]
 
 
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_request_that_ends_in_a_sleep_disturbs_no_other(kit: Kit, is_cancelled: bool) -> None:
+    """The first of three, whose place another takes."""
+    requests = [*TWO, ask("c", new=45, prompt=(3, 3, 3), seed=8)]
+
+    async def scenario(engine: Engine) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await turns(1)
+        await pause_after(engine, 9)
+        await engine.resume()
+        await engine.sleep()
+        if is_cancelled:
+            tasks[0].cancel()
+            await turns(20)
+        else:
+            engine.abort("a")
+            assert (await tasks[0]).finish == "abort"
+        await engine.wake()
+        return [await task for task in tasks[1:]]
+
+    async def calm(engine: Engine) -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(request) for request in requests[1:])))
+
+    done = run(kit, scenario)
+    assert [len(each.output_ids) for each in done] == [40, 45]
+    if kit.is_exact:
+        assert done == run(kit, calm)
+
+
+def test_scores_weight_changes_and_sleeps_never_wait_for_each_other_in_a_circle(kit: Kit) -> None:
+    async def scenario(engine: Engine) -> None:
+        for version in range(4, 10):
+            await engine.stage(kit.weights(1))
+            await engine.pause()
+            score = asyncio.ensure_future(engine.score((5, 6, 7)))
+            await turns(3)
+            sleep = asyncio.ensure_future(engine.sleep())
+            await turns(3)
+            load = asyncio.ensure_future(engine.load(version, kit.weights(1)))
+            done, _ = await asyncio.wait([load, sleep], return_when=asyncio.FIRST_COMPLETED)
+            if load not in done:
+                await engine.wake()
+            await load
+            await engine.resume()
+            await asyncio.gather(score, sleep)
+            await engine.wake()
+
+    run(kit, scenario)
+
+
 def test_sleep_and_wake_may_be_repeated(kit: Kit) -> None:
     async def scenario(engine: Engine) -> None:
         await engine.wake()

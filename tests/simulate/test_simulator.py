@@ -199,6 +199,15 @@ def test_colocated_gpus_take_turns():
     assert report.staleness == {"0": 1.0}
 
 
+@pytest.mark.parametrize("change", ["between", "inflight"])
+def test_colocated_gpus_run_ahead_and_keep_the_bound(change: str):
+    report = ran(24, colocated=True, switch_s=0.4, max_staleness=2, weight_change=change).report
+    sampling_s = report.generated_tokens_per_s and report.step_s * (1 - report.rollouts_idle)
+    assert report.step_s >= 0.95 * (report.train_s + sampling_s), "no moment is both"
+    assert 0 < report.staleness_max <= report.staleness_bound
+    assert report.dropped == 0
+
+
 def test_overlap_hides_the_shorter_of_sampling_and_training():
     even: dict[str, Any] = {"response": {"mean": 400, "sigma": 0.0}, "slots": 4, "train": {"tokens_per_s": 500}}
     sync, run_ahead = (ran(24, **even, max_staleness=s).report for s in (0, 4))

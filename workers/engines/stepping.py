@@ -116,7 +116,9 @@ class SteppingEngine(ABC):
         """Answers of this turn: futures, and what resolves them."""
         self._is_paused = self._is_asleep = self._is_closing = False
         self._awake: Event | None = None
-        """Set by the next `wake`; None if the engine is awake."""
+        """Set by the next `wake`; None if the engine is awake, and about to stay so."""
+        self._has_left = False
+        """True from the end of the wait of `sleep` until `wake`."""
         self._unused = Event()
         """Set when a call that reads or writes weights ends."""
         self._num_using = 0
@@ -218,6 +220,7 @@ class SteppingEngine(ABC):
         while self._num_using:
             self._unused = Event()
             await self._unused.wait()
+        self._has_left = True
         await self._ask("falling asleep", self._fall_asleep, self._spec.load_s)
 
     async def wake(self) -> None:
@@ -230,12 +233,16 @@ class SteppingEngine(ABC):
         """Wake the calls that wait for the device."""
         if self._awake is not None:
             self._awake.set()
-            self._awake = None
+            self._awake, self._has_left = None, False
 
     @asynccontextmanager
-    async def _on_device(self) -> AsyncIterator[None]:
-        """Keep the engine awake inside the block. Waits while it sleeps; unblocked by `wake`, or `close`."""
-        while self._awake is not None:
+    async def _on_device(self, *, ends_pause: bool = False) -> AsyncIterator[None]:
+        """Keep the engine awake inside the block. Waits while it sleeps, and while it is about to; unblocked by `wake`,
+        or `close`.
+
+        With `ends_pause`, not while it is about to: it may be paused until then, so that others never end.
+        """
+        while self._awake is not None and (self._has_left or not ends_pause):
             await self._awake.wait()
         self._check_open("using its device")
         self._num_using += 1

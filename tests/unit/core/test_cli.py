@@ -347,7 +347,6 @@ def test_a_simulation_prints_a_table_and_writes_a_plot(tmp_path: Path):
         (["local", "inference_share=1"], r"inference_share: input should be less than 1"),
         (["local", "inference_share=0.1"], r"gpus_per_replica: 0 GPUs sample, and one replica needs 1: 0 replicas"),
         (["local", "max_staleness=-1", "slots=0"], r"(?s)2 problems.*slots.*max_staleness"),
-        (["local", "colocated=true"], r"colocated: .* only with max_staleness: 0"),
         (["local", "routing=prefix"], r"routing: .* needs weight_change: inflight"),
         (["local", "response.cap=40"], r"response: a mean of 48 is not below the cap of 40"),
         (["areal", "cache_tokens=1000"], r"cache_tokens: an episode may hold 28672 tokens"),

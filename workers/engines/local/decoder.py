@@ -70,8 +70,8 @@ class Decoder:
         """Tokens sampled, tokens that were computed for that, and prompt tokens found in the store of prefixes."""
         self._prefixes = PrefixStore(max(max_context, int(PREFIX_SHARE * num_slots * max_context)))
         self.jobs: list[EngineJob] = []
-        self._kept: list[KeptCache] = []
-        """Keys and values of the jobs while the slots have no memory."""
+        self._kept: list[KeptCache] | None = None
+        """Keys and values of the jobs while the slots have no memory; None while they have."""
         self._model, self._device, self._dtype = model.eval(), model.device, model.dtype
         model.set_attn_implementation(SLOT_ATTENTION)
         pad_experts(model)
@@ -241,9 +241,9 @@ class Decoder:
     def move_in(self) -> None:
         """Undo `move_out`."""
         self._cache.allocate()
-        for slot, kept in enumerate(self._kept):
+        for slot, kept in enumerate(self._kept or ()):
             self._cache.take(slot, kept)
-        self._kept = []
+        self._kept = None
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -395,12 +395,18 @@ class Decoder:
             first, end = end, end + len(slots)
             self._move([slot for slot in slots if slot >= end], sorted(set(range(first, end)).difference(slots)))
         del self.jobs[end:]
+        if self._kept is not None:
+            del self._kept[end:]
 
     def _move(self, movers: Sequence[int], holes: Sequence[int]) -> None:
         if not movers:
             return
         holes_S, movers_S = self._tensor(holes), self._tensor(movers)
-        self._cache.copy(movers_S, holes_S, int(self._positions_S[movers_S].max()))
+        if self._kept is None:
+            self._cache.copy(movers_S, holes_S, int(self._positions_S[movers_S].max()))
+        else:
+            for hole, mover in zip(holes, movers, strict=True):
+                self._kept[hole] = self._kept[mover]
         for state in self._state:
             state[holes_S] = state[movers_S]
         for hole, mover in zip(holes, movers, strict=True):

@@ -83,7 +83,7 @@ class LocalEngine(SteppingEngine):
 
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         load = self._replace if self._spec.resident_versions == 1 else self._add
-        async with self._on_device():
+        async with self._on_device(ends_pause=True):
             await self._ask(f"loading version {version}", partial(load, version, weights), self._spec.load_s)
 
     async def checksums(self) -> Mapping[TensorSpec, int]:

@@ -167,6 +167,9 @@ class VllmEngine(SteppingEngine):
     async def stage(self, weights: Mapping[str, Tensor]) -> None:
         """See `Engine.stage`: on a CPU, every shard lays out a second set of its weights, in a separate thread. An
         adapter, which is small, only waits for room."""
+        await self._stage(weights, ends_pause=False)
+
+    async def _stage(self, weights: Mapping[str, Tensor], *, ends_pause: bool) -> None:
         if self._staged is weights:
             return
         check_weights(self._name, weights, self._shapes)
@@ -181,7 +184,7 @@ class VllmEngine(SteppingEngine):
                 )
             specs = [TensorSpec(n, self._spec.dtype, self._shapes.known[n]) for n in sorted(self._shapes.required)]
             prepare = partial(self._llm.collective_rpc, "rlsys_prepare", args=(specs, self._outline.config))
-            async with self._on_device():
+            async with self._on_device(ends_pause=ends_pause):
                 await self._ask("preparing for weights", prepare, self._spec.load_s)
                 await self._shards.stage(checkpoint_tensors(self._outline, weights))
         self._staged = weights
@@ -189,10 +192,10 @@ class VllmEngine(SteppingEngine):
     async def load(self, version: PolicyVersion, weights: Mapping[str, Tensor]) -> None:
         self._check_open(f"loading version {version}")
         if self._spec.resident_versions == 1:
-            await self.stage(weights)
+            await self._stage(weights, ends_pause=True)
         else:  # the pause is no time to wait for room
             check_weights(self._name, weights, self._shapes)
-        async with self._on_device():
+        async with self._on_device(ends_pause=True):
             await self._ask(f"loading version {version}", partial(self._load, version, weights), self._spec.load_s)
 
     async def checksums(self) -> Mapping[TensorSpec, int]:
