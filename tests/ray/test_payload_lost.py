@@ -75,7 +75,7 @@ class Reader(ReferenceWorker):
     def logprobs(self, payload: Payload) -> Any:
         return (-1.0,)
 
-    def mismatched_logprobs(self, plan: RankPlan, data: Any) -> Any:
+    def column_of_rank(self, plan: RankPlan, data: Any, kind: Column) -> Any:
         return [data.num_trained(m) for m in plan.micro_batches]
 
 
