@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from examples.tiny_policy import build_tokenizer
 from rlsys.errors import WorkerDied
 from rlsys.routing.requests import Completion
-from tests.contract.engines import Kit, adapted, ask, local, pause_after, qwen, run, turns, with_a_model
+from tests.contract.engines import Kit, adapted, ask, change, local, pause_after, qwen, run, turns, with_a_model
 from workers.engines.engine import Engine
 from workers.engines.local.local_engine import LocalEngine
+from workers.model.lora import published_tensors
+from workers.model.model_loading import load_model
 
 TWO = [ask("a", new=50), ask("b", new=40, prompt=(9, 8, 7, 6), seed=5)]
 
@@ -197,6 +201,23 @@ def test_a_sleeping_engine_has_given_away_all_its_memory_of_a_shared_device(mode
 
     shared = run(lambda: local(own, resident_versions=num_versions, shares_device=True), scenario)
     assert shared == run(lambda: local(model()), undisturbed)
+
+
+def test_weights_that_were_mapped_from_a_file_change_after_a_sleep(tmp_path: Path) -> None:
+    """The tensors that a version is written to are those that the model computes with."""
+    changed = {name: tensor.detach() for name, tensor in published_tensors(qwen(seed=1)).items()}
+    qwen().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+
+    async def scenario(engine: Engine) -> tuple[float, ...]:
+        await engine.sleep()
+        await engine.wake()
+        await change(engine, 4, changed)
+        return await engine.score((5, 6, 7, 8))
+
+    mapped = load_model(str(tmp_path), torch.float32)
+    own = run(lambda: local(qwen(seed=1)), lambda engine: engine.score((5, 6, 7, 8)))
+    assert run(lambda: local(mapped, shares_device=True), scenario) == own
 
 
 def weights_of(engine: LocalEngine) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import pytest
 from rlsys.contracts import Tenant
 from rlsys.data.task_file import load_tasks
 from rlsys.data.task_source import TaskSource
+from rlsys.errors import WorkerError
 from rlsys.loop.build_driver import build_driver
 from rlsys.monitoring.events import EvalDone, Events, RolledBack, StepDone, WeightsPublished, WorkerRestarted
 from rlsys.testing import EventRecorder
@@ -64,7 +65,7 @@ def run(gpu_nodes, monkeypatch, model_path: Path, data_path: Path, tmp_path: Pat
         """What a run told; a worker of this role is killed right before it sleeps or wakes."""
         files = [f"run.name={name}", f"eval.data={{held_out: {data_path}}}"]
         config = config_of(model_path, data_path, tmp_path, [*files, *keys])
-        recorder = EventRecorder()
+        recorder, failures = EventRecorder(), list[WorkerError]()
 
         async def main() -> None:
             crew = WorkerSet.of(config)
@@ -75,7 +76,7 @@ def run(gpu_nodes, monkeypatch, model_path: Path, data_path: Path, tmp_path: Pat
             tasks = load_tasks(str(data_path), config.data.columns)
             source, events = TaskSource(tasks, config.run.seed), Events([recorder])
             driver = build_driver(config, workers, source, events, eval_sets={"held_out": tasks[:8]})
-            crew.watch(lambda error: None, lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)))
+            crew.watch(failures.append, lambda worker, seconds: events.emit(WorkerRestarted(worker, seconds)))
             try:
                 await crew.ready()
                 assert await driver.run(0) == driver.end
@@ -83,6 +84,7 @@ def run(gpu_nodes, monkeypatch, model_path: Path, data_path: Path, tmp_path: Pat
                 await crew.close()
 
         asyncio.run(asyncio.wait_for(main(), 200))
+        assert [failure.worker.split(".")[0] for failure in failures] == ["rollout-0"] * (role == "rollout"), failures
         return recorder
 
     return trained

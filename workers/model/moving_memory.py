@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -71,13 +72,20 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedSt
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type != device.type or not local.untyped_storage().nbytes():
-            continue
-        if not local.untyped_storage().resizable():  # a file that is mapped into memory
-            local.data = local.clone()
         storage = local.untyped_storage()
-        found.setdefault(storage.data_ptr(), storage)
+        if local.device.type == device.type and storage.nbytes():
+            assert storage.resizable(), "it is mapped from a file: see `own_memory`"
+            found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
+
+
+@torch.no_grad()
+def own_memory(model: nn.Module) -> None:
+    """Copy the tensors of a model that are mapped from a file, so that their memory can move. Nothing may refer to the
+    data of its parameters yet."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -42,12 +42,14 @@ class ReferenceWorker:
         import torch
 
         from workers.model.model_loading import load_model
-        from workers.model.moving_memory import MovingMemory
+        from workers.model.moving_memory import MovingMemory, own_memory
 
         self._policy, self._device = policy, device
         self._model: PreTrainedModel = load_model(model_path, getattr(torch, dtype), self._device)
         self._distribution, self._max_tokens = distribution, max_tokens
         self._memory = MovingMemory(device) if shares_device else None
+        if shares_device:
+            own_memory(self._model)
 
     @remote("scoring groups")
     def annotate(self, parcel: Parcel) -> tuple[int, tuple[object, ...]]:

@@ -18,7 +18,7 @@ from workers.engines.local.decoder import Decoder
 from workers.engines.stepping import EngineJob, SteppingEngine
 from workers.engines.stop_texts import StopTexts
 from workers.model.lora import published_tensors
-from workers.model.moving_memory import MovingMemory
+from workers.model.moving_memory import MovingMemory, own_memory
 from workers.transport.buckets import specs_in
 from workers.transport.checksums import checksum_of
 
@@ -48,6 +48,8 @@ class LocalEngine(SteppingEngine):
     ) -> None:
         """`decode` gives the text of token ids; without it, requests must have no stop texts."""
         texts, self._memory = StopTexts(decode), MovingMemory(model.device)
+        if spec.shares_device:
+            own_memory(model)
         self._shapes, self._residents = ModelShapes.of(model), Residents(model, version)
         self._specs: tuple[TensorSpec, ...] = ()
         """Of the newest weights, as they were published."""
