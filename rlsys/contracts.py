@@ -230,7 +230,7 @@ class TrainedModel(Protocol):
         """
 
     async def end(self) -> None:
-        """End all ranks; of use only before `restart`."""
+        """End all ranks; `restart` starts others."""
 
     async def restart(self) -> None:
         """End all ranks, start others, and return once they are set up: with the initial model and a new optimizer."""

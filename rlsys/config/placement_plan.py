@@ -105,7 +105,7 @@ class PlacementPlan:
         shared: list[int] = []
         """Bundle of each rank whose devices are shared."""
         for role in (role for role in roles if role.block):  # first: the others have what these leave of their GPUs
-            of_ranks = _joined(bundles, role, shared) if role.is_shared else _rests(bundles, role, role.count)
+            of_ranks = _share_bundles(bundles, role, shared) if role.is_shared else _rests(bundles, role, role.count)
             if not of_ranks:
                 strategy, new = _own_bundles(role, nodes)
                 team = range(len(bundles), len(bundles) + len(new))
@@ -116,7 +116,7 @@ class PlacementPlan:
             places |= {(role.name, rank): bundle for rank, bundle in enumerate(of_ranks)}
         for role in (role for role in roles if not role.block):
             first = len(bundles)
-            joined = _joined(bundles, role, shared) if role.is_shared else []
+            joined = _share_bundles(bundles, role, shared) if role.is_shared else []
             for i in range(role.count):
                 rest = [joined[i]] if joined else _rests(bundles, role, 1)
                 places[role.name, i] = rest[0] if rest else len(bundles)
@@ -166,7 +166,7 @@ def _bundle(role: Role, count: int) -> Bundle:
     return Bundle(role, count, count * role.num_cpus, count * role.num_gpus)
 
 
-def _joined(bundles: list[Bundle], role: Role, shared: Sequence[int]) -> list[int]:
+def _share_bundles(bundles: list[Bundle], role: Role, shared: Sequence[int]) -> list[int]:
     """Let worker i of a role share the bundle of rank i, or begin with the first again; return these bundles, and none
     without such ranks."""
     of_workers = [shared[i % len(shared)] for i in range(role.count)] if shared else []

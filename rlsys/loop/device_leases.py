@@ -4,11 +4,11 @@ One role at a time holds the shared devices: its workers are awake, and those of
 takes a lease of a role before it lets its workers compute, and lends the devices to the rollouts while it waits for
 groups. A hand-over is in this order, and the workers have a deadline for each part:
 
-    holder sleeps (pauses, moves out)  ->  nobody holds  ->  next role wakes (moves in, goes on)  ->  next role holds
+    the holder pauses and moves out  ->  no role is the holder  ->  the next one moves in, goes on, and is the holder
 
-If a worker dies or freezes in it, nobody holds the devices, or the same as before. A replica is replaced by its pool.
-The death of a rank is raised to the learner, and `restart`, a part of its recovery, replaces all ranks. Roles that
-share nothing hold their devices for ever, and their leases cost nothing.
+If a worker dies or freezes during a hand-over, there is no holder, or the one from before. The pool of a replica
+replaces it. The death of a rank is raised to the learner, and `restart`, a part of its recovery, replaces all ranks. A
+role that shares nothing keeps its devices for ever, and its leases cost nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ M = TypeVar("M", bound=str)
 
 @dataclass
 class DeviceLeases:
-    """Who may compute on the shared devices."""
+    """Leases of the shared devices: one role at a time is their holder."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     """Workers that share their devices, by role; empty if all have their own."""
@@ -38,8 +38,6 @@ class DeviceLeases:
     """Role whose workers are awake; empty: none."""
     span: Callable[[str, Collection[str]], AbstractContextManager[Any]] = lambda phase, workers: nullcontext()
     """Times the hand-overs; see `StepClock.span`."""
-    num_handed_over: int = 0
-    """Hand-overs so far."""
     _using: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _handing_over: asyncio.Task[None] | None = field(default=None, init=False)
     """The newest hand-over. No caller that is cancelled ends it."""
@@ -48,8 +46,8 @@ class DeviceLeases:
     async def lease(self, role: str) -> AsyncIterator[None]:
         """Let the workers of a role hold their devices inside the block.
 
-        Waits for the lease of another role to end, and for the hand-over. Raises the death or silence of a worker in
-        it.
+        Waits for the lease of another role to end, and for the hand-over. Raises `WorkerDied` or `DeadlineExceeded`
+        for a worker that dies or freezes during the hand-over.
         """
         if role not in self.tenants:
             yield
@@ -59,8 +57,8 @@ class DeviceLeases:
             yield
 
     async def restart(self, models: Mapping[M, TrainedModel]) -> None:
-        """Replace all ranks of trained models. Those that share devices are set up one after the other, and sleep then;
-        whoever held the devices sleeps too."""
+        """Replace all ranks of trained models. Those that share devices are set up one after the other, and sleep
+        then; so does the holder, if it is another role."""
         shared = [name for name in models if name in self.tenants]
         await asyncio.gather(*(model.restart() for name, model in models.items() if name not in shared))
         if not shared:
@@ -93,4 +91,3 @@ class DeviceLeases:
                 self.holder = ""
             await self.tenants[role].wake()
             self.holder = role
-            self.num_handed_over += 1

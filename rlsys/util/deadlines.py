@@ -75,8 +75,8 @@ def now() -> float:
 
 
 class PausedDeadline:
-    """Deadline whose clock runs only inside its `with` blocks, such as while a group waits for tokens, and while nobody
-    holds it. Blocks side by side count once."""
+    """Deadline whose clock runs inside its `with` blocks, such as while a group waits for tokens, and stands still
+    while the deadline is held. Blocks side by side count once."""
 
     def __init__(self, seconds: float, on_end: Callable[[], object]) -> None:
         """`on_end` is called once, when the clock has run for `seconds`."""

@@ -7,12 +7,13 @@ from itertools import chain
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.tensor import DTensor
+
+from workers.model.model_tensors import local
 
 
 class MovingMemory:
-    """Moves the memory of tensors to the host and back. The tensors stay what they are: whoever has one finds it as it
-    was once it is back, and must not use it meanwhile.
+    """Mover of the memory of tensors to the host and back. The tensors themselves stay: every reference to one is valid
+    again after `move_in`, with the values from before `move_out`, and must not be used in between.
 
     The copies on the host keep their place, so that a hand-over allocates nothing there.
     """
@@ -32,7 +33,7 @@ class MovingMemory:
     @torch.no_grad()
     def move_out(self, tensors: Iterable[Tensor]) -> None:
         """Move the memory of these tensors, of several that share it once."""
-        assert not self._away, "it is away"
+        assert not self._away, "the memory is away already"
         storages = _storages(tensors, self._device)
         for place, storage in enumerate(storages):
             host = self._host(place, storage.nbytes())
@@ -70,11 +71,10 @@ class MovingMemory:
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedStorage]:
     """Storages of these tensors that are on the device and have memory, each once, in order."""
     found: dict[int, UntypedStorage] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        if local.device.type == device.type and storage.nbytes():
-            assert storage.resizable(), "it is mapped from a file: see `own_memory`"
+    for tensor in map(local, tensors):
+        storage = tensor.untyped_storage()
+        if tensor.device.type == device.type and storage.nbytes():
+            assert storage.resizable(), "a tensor is mapped from a file: see `own_memory`"
             found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
 

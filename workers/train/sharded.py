@@ -178,6 +178,7 @@ class Sharded:
 
     @property
     def is_on_gpu(self) -> bool:
+        """True if this rank computes on a GPU, and not on the CPU in the name of one."""
         return self._device.type == "cuda"
 
     def move_out(self, stabilizer: Stabilizer | None = None, *, moves_state: bool) -> None:

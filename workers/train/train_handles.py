@@ -84,13 +84,13 @@ class ReferenceHandle:
         if not self._is_set_up:
             return
         try:
-            await self._watched(self._worker.call(ReferenceWorker.sleep))
+            await self._watch_call(self._worker.call(ReferenceWorker.sleep))
         except (WorkerDied, DeadlineExceeded):
             await self._worker.kill_with_stacks()
 
     async def wake(self) -> None:
         await self._ensure_set_up()
-        await self._watched(self._worker.call(ReferenceWorker.wake))
+        await self._watch_call(self._worker.call(ReferenceWorker.wake))
 
     async def _ensure_set_up(self) -> None:
         if self._is_shared and not self._is_set_up:
@@ -99,9 +99,9 @@ class ReferenceHandle:
     async def _split(self, method: Callable[..., Any], num_kept: int, *args: object) -> tuple[Any, list[Any]]:
         """See `Remote.split`; raises as soon as the process is dead or silent."""
         await self._ensure_set_up()
-        return await self._watched(self._worker.split(method, num_kept, *args))
+        return await self._watch_call(self._worker.split(method, num_kept, *args))
 
-    async def _watched(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _watch_call(self, call: Coroutine[Any, Any, T]) -> T:
         """Return the answer to a call of the worker; raise as soon as the process is dead or silent."""
         return await unless(call, self._worker.watch_process(self._silence_s))
 

@@ -261,14 +261,14 @@ class VllmEngine(SteppingEngine):
 
     def _set_paused(self, is_paused: bool) -> None:
         super()._set_paused(is_paused)
-        self._submit_nothing(is_paused=is_paused or self._is_asleep)
+        self._set_held(is_held=is_paused or self._is_asleep)
 
-    def _submit_nothing(self, *, is_paused: bool) -> None:
-        """Let vLLM submit no step any more, and take the tokens of those in flight; or let it go on."""
+    def _set_held(self, *, is_held: bool) -> None:
+        """Hold vLLM's scheduler, so that it submits no step, and take the tokens of those in flight; or free it."""
         from vllm.v1.core.sched.interface import PauseState
 
-        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL if is_paused else PauseState.UNPAUSED)
-        while is_paused and self._core.batch_queue:
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL if is_held else PauseState.UNPAUSED)
+        while is_held and self._core.batch_queue:
             self._step()
 
     def _add(self, job: EngineJob) -> None:
@@ -423,7 +423,7 @@ class VllmEngine(SteppingEngine):
         """Running requests lose their keys and values, and compute them again. On a CPU vLLM cannot sleep: it keeps
         the memory. It never slept on a GPU in our tests."""
         if not self._is_paused:
-            self._submit_nothing(is_paused=True)
+            self._set_held(is_held=True)
         self._llm.reset_prefix_cache(reset_running_requests=True)
         if self._sleeps:
             self._llm.sleep(level=1)
@@ -432,7 +432,7 @@ class VllmEngine(SteppingEngine):
         if self._sleeps:
             self._llm.wake_up()
         if not self._is_paused:
-            self._submit_nothing(is_paused=False)
+            self._set_held(is_held=False)
 
     def _start_up(self) -> None:
         torch.get_num_threads()  # sets OpenMP's thread count for this thread, before vLLM reads it
